@@ -23,7 +23,7 @@ from optax import contrib
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
-from jaxinf.streaming import check_init, passes_for, trace_optimizer
+from jaxinf.streaming import check_init, passes_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 BITS = ("adagrad", "adam", "adamw", "lion", "sgd")
@@ -266,7 +266,8 @@ def passes(case: Case) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):  # optax's deprecations
             tx = case.make()
-            program = trace_optimizer(tx, params, case.extra_args(params))
+            extra_args = case.extra_args(params)
+            program = trace_update(tx, params, extra_args, may_recall="all")
             check_init(trace_init(tx, params))
             found = passes_for(program)
     except Exception:  # optax may raise anything; the refusal is among the remarks

@@ -15,7 +15,7 @@ Where a question is answered:
     in which order its nodes run           program/lifetimes.py
     where a program is cut                 program/cut.py
     which programs are equal               program/keys.py
-    which parts of params move as one      program/units.py
+    which slices of params move as one     program/units.py
     how the first params are made          program/initial.py
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
@@ -31,7 +31,7 @@ Where a question is answered:
     what threads do all this               move/work_queues.py
     how gradients come to the host         update/gradients.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
-    which optimizers can run, in passes    update/near_storage.py
+    which optimizers can run, in passes    update/update_plan.py
     what kernels take beside state         update/gradient_passes.py
     what the device updates itself         update/device_updates.py
     which cuts a store keeps               plan/kept.py
@@ -52,8 +52,4 @@ from jaxinf.streaming.plan.memory import (
     store_memory_bytes,
 )
 from jaxinf.streaming.step import StreamedStep
-from jaxinf.streaming.update.near_storage import (
-    check_init,
-    passes_for,
-    trace_optimizer,
-)
+from jaxinf.streaming.update.update_plan import check_init, passes_for

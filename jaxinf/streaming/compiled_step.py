@@ -230,7 +230,7 @@ class CompiledStep:
         params.begin()
         get = params.get if in_memory is None else in_memory()
         results = runner(
-            batch, get, check=check, shares=shares, done=params.done, **how
+            batch, get, check=check, shares=shares, done=params.after_call, **how
         )
         self._end_programs(given_up=bool(self._errors))
         if is_measured:
@@ -270,8 +270,8 @@ class CompiledStep:
         params, runner = self._params, self._runner
         spilled = (0, 0) if self._sink is None else self._sink.spilled_bytes
         return StreamMetrics(
-            fetched_drive_bytes=params.num_read_bytes,
-            fetched_memory_bytes=params.found_bytes,
+            fetched_drive_bytes=params.read_bytes,
+            fetched_memory_bytes=params.reused_bytes,
             spilled_memory_bytes=spilled[0],
             spilled_drive_bytes=spilled[1],
             offloaded_drive_bytes=moved.drive_write_bytes,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxinf.program import aval_bytes
 from jaxinf.streaming.endpoints import Endpoints
 from jaxinf.streaming.move.spill import file_bytes
 from jaxinf.streaming.plan.calls import Plan
@@ -14,7 +15,7 @@ from jaxinf.streaming.plan.compiled import Executables, measured
 from jaxinf.streaming.plan.memory import NUM_STAGED
 from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
-from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import PyTree

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxinf.engine import Engine
-from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.scratch import ScratchFiles
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import StepNeeds
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.run import GetParams
 from jaxinf.streaming.update.apply_gradients import StoreSink
-from jaxinf.streaming.update.near_storage import UpdatePlan
+from jaxinf.streaming.update.update_plan import UpdatePlan
 from jaxinf.typing import PyTree
 
 if TYPE_CHECKING:  # which has the endpoints
@@ -55,7 +55,7 @@ class Endpoints:
     sink: Callable[[Plan, OrderedProgram, Any, WorkQueues], Sink] | None = None
     updates: UpdatePlan | None = None
     reads_commit: bool = False
-    scratch: Callable[[], Scratch] = lambda: Scratch(())
+    scratch: Callable[[], ScratchFiles] = lambda: ScratchFiles(())
     kept_cuts: Sequence[int] | None = None
 
 

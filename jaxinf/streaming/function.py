@@ -22,7 +22,7 @@ from jaxinf.streaming.move.params import read_units
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.trace import abstract
-from jaxinf.streaming.program.units import SHARED, shared_bytes, units_of
+from jaxinf.streaming.program.units import ASSEMBLING, assembly_bytes, units_of
 from jaxinf.typing import PyTree
 
 
@@ -68,11 +68,11 @@ class ReadStore:
             average_states(files, 0)  # or refuses
         unit_of = units_of(params, files.subgroups.has_whole_chunks)
         units = {*map(unit_of, ready.sizes)}
-        undivided = [unit.whole_bytes for unit in units if not unit.is_divided]
+        undivided = [unit.whole_bytes for unit in units if not unit.moves_by_shard]
         purpose = "reading shards of params that are not stored alone"
         others = (
             MemoryNeed(max(undivided, default=0), purpose),
-            MemoryNeed(shared_bytes(units), SHARED),
+            MemoryNeed(assembly_bytes(units), ASSEMBLING),
         )
         needs = StepNeeds(
             unit_of=unit_of,

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import StreamError
-from jaxinf.program import path_name, refused_gradient
+from jaxinf.program import aval_bytes, path_name, refused_gradient
 from jaxinf.streaming.endpoints import Endpoints, without
-from jaxinf.streaming.move.scratch import Scratch, writing_bytes
+from jaxinf.streaming.move.scratch import ScratchFiles, writing_bytes
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
@@ -117,7 +117,7 @@ class InMemory:
             needs=needs,
             in_memory=self._params_of_run,
             sink=lambda *_: self,
-            scratch=lambda: Scratch([self._folder]),
+            scratch=lambda: ScratchFiles([self._folder]),
         )
 
     def _params_of_run(self) -> GetParams:

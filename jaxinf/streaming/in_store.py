@@ -34,11 +34,11 @@ from jaxinf.engine import (
     subgroups_of,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import LeafInputs, UpdateProgram, trace_init
+from jaxinf.program import LeafInputs, UpdateProgram, trace_init, trace_update
 from jaxinf.store import Shards
 from jaxinf.streaming.endpoints import Endpoints
 from jaxinf.streaming.move.params import read_units
-from jaxinf.streaming.move.scratch import store_scratch
+from jaxinf.streaming.move.scratch import scratch_files
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.cut_to_fit import with_advice
 from jaxinf.streaming.plan.kept import kept_cuts
@@ -56,11 +56,10 @@ from jaxinf.streaming.program.meshes import (
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.update.apply_gradients import StoreSink
-from jaxinf.streaming.update.near_storage import (
+from jaxinf.streaming.update.update_plan import (
     UpdatePlan,
     initial_inputs,
     passes_for,
-    trace_optimizer,
 )
 from jaxinf.typing import PyTree
 
@@ -130,7 +129,7 @@ class InStore:
             version=lambda: engine.contents_version,
             sink=partial(StoreSink, updates),
             updates=updates,
-            scratch=partial(store_scratch, engine),
+            scratch=partial(scratch_files, engine),
             kept_cuts=self._kept_cuts(ready),
         )
 
@@ -152,8 +151,9 @@ class InStore:
         plain = without_shardings(avals)
         key = jax.tree.structure(plain), *jax.tree.leaves(plain)
         if key not in self.traced:
-            made = trace_optimizer(self.tx, plain, self.options.extra_args)
-            self.traced[key] = made
+            extra_args = self.options.extra_args
+            program = trace_update(self.tx, plain, extra_args, may_recall="all")
+            self.traced[key] = program
         return self.traced[key]
 
     # --- the first step of a store -------------------------------------------------

@@ -134,13 +134,13 @@ class Runner:
                 if len(self._in_flight) == max_in_flight:
                     self._await_first(done)
                 began_s = time.perf_counter()
-                values.before(number)
+                values.before_call(number)
                 inputs = [read(ref, number, call.part) for ref in call.takes]
                 self.waited_inputs_s[number] = time.perf_counter() - began_s
                 outputs = self._dispatch(number, inputs)
                 del inputs
                 values.put(call.makes, outputs)
-                values.after(number, call.frees)
+                values.after_dispatch(number, call.frees)
                 for piece, i in call.gradients:
                     hand_out(piece, outputs[i])
                 del outputs
@@ -173,7 +173,7 @@ class Runner:
         began_s, self._ended_s = max(called_s, self._ended_s), time.perf_counter()
         self.call_s[number] = self._ended_s - began_s
         add_span("program", began_s, self._ended_s)
-        self.values.done(number)
+        self.values.after_call(number)
         done(number)
 
     def _await(self, outputs: Any) -> None:

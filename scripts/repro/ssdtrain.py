@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from throttled import Server, held_up
 
-from jaxinf.streaming.move.scratch import Scratch, ScratchRun
+from jaxinf.streaming.move.scratch import ScratchFiles, ScratchRun
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.choice import (
@@ -167,7 +167,7 @@ class Way:
     seconds: list[float]
 
 
-class SlowScratch(Scratch):
+class SlowScratch(ScratchFiles):
     """Values wait on a drive that moves so many bytes a second, one after another."""
 
     def __init__(self, folders: list[Path], bytes_per_s: float | None) -> None:

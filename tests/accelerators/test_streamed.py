@@ -21,13 +21,13 @@ from zoo import ZOO, Program
 
 import jaxinf
 from jaxinf.kernels.compiled import standard_kernels
+from jaxinf.program import aval_bytes
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.compiled import Executables, compile_plan, measured
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.leaving import least_bytes
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.update.device_updates import DeviceUpdater
 

@@ -68,7 +68,7 @@ def test_no_more_is_read_ahead_than_the_device_holds():
         np.testing.assert_array_equal(params.get(leaf, Piece(leaf))[0], leaf)
         assert len(read) <= leaf + 4  # two there, two read
         if leaf:
-            params.done(leaf - 1)
+            params.after_call(leaf - 1)
     params.close()
 
 
@@ -89,7 +89,7 @@ def test_what_is_pinned_on_its_way_has_its_memory(monkeypatch):
         page = np.full(1024, number, np.float32)
         buffers.start_copy([(page, to), (page, to)], found.append)
     goes_on.set()
-    jobs.end()
+    jobs.wait_all()
     assert sum(pinned_bytes) == 7 * PAGE_BYTES
     assert max(pinned_bytes) == 2 * PAGE_BYTES
     assert [float(x[0]) for copies in found for x in copies] == [
@@ -108,15 +108,17 @@ def test_a_step_is_given_up_while_a_read_waits(host_pages):
     params.begin()
     params.get(0, Piece(0))
     if host_pages is None:
-        params.done(0)
+        params.after_call(0)
     jobs.reset()
     params.stop()
     params.begin()
     np.testing.assert_array_equal(params.get(0, Piece(0)), np.zeros(1024))
-    params.done(0)
-    np.testing.assert_array_equal(params.take(unit(0)), np.zeros((1, 1024)))
-    params.free(unit(0))
-    assert params.take(unit(0)) is None
+    params.after_call(0)
+    np.testing.assert_array_equal(
+        params.shards_for_update(unit(0)), np.zeros((1, 1024))
+    )
+    params.end_update(unit(0))
+    assert params.shards_for_update(unit(0)) is None
     np.testing.assert_array_equal(params.get(1, Piece(1)), np.ones(1024))
     jobs.close()
     params.close()
@@ -171,14 +173,14 @@ def test_a_gradient_that_is_read_before_its_copy_has_ended_is_noticed(
     same_bits, monkeypatch, way, waits
 ):
     """Each copy of a gradient ends when somebody waits for it, and no earlier."""
-    (tx, options), arrived = GRADIENTS[way], gradients.arrived
+    (tx, options), arrived = GRADIENTS[way], gradients.wait_for_copy
 
     def given(late):
         def read(copy):
             early = late.before_its_end(copy)
             return arrived(copy) if waits else early
 
-        monkeypatch.setattr(gradients, "arrived", read)
+        monkeypatch.setattr(gradients, "wait_for_copy", read)
 
     noticed = pytest.raises(AssertionError)
     with contextlib.nullcontext() if waits else noticed:

@@ -112,7 +112,7 @@ def test_a_gradient_with_nan_is_noticed_on_the_device(opened):
 def test_gradients_of_updates_under_way_have_room(open_store, monkeypatch):
     """Also short ones that one of several threads has taken together."""
     params = {f"w{n:02}": np.ones((256, 256), np.float32) for n in range(64)}
-    held, most, guard, run = 0, 0, threading.Lock(), StoreSink._run
+    held, most, guard, run = 0, 0, threading.Lock(), StoreSink._update_units
 
     def count(num_bytes):
         nonlocal held, most
@@ -133,7 +133,7 @@ def test_gradients_of_updates_under_way_have_room(open_store, monkeypatch):
     store, how = open_store(chunk_elements=1 << 16), {"memory_bytes": 48 << 20}
     step = jaxinf.stream(loss, TX, store, device_updates=1, **how)
     step.load(params, batch=np.float32(1))
-    monkeypatch.setattr(StoreSink, "_run", slow)
+    monkeypatch.setattr(StoreSink, "_update_units", slow)
     step(np.float32(1))
     largest = 256 << 10
     assert most <= step.plan.memory.gradients + (NUM_UNDER_WAY - 1) * largest

@@ -62,7 +62,7 @@ def assert_bits_of_one_part_after_another(program, count, policy):
         held.append(sum(value.nbytes for value in values._held.values()))
 
     with pytest.MonkeyPatch.context() as patch:
-        at_each_call(patch, Values, "before", note)
+        at_each_call(patch, Values, "before_call", note)
         loss, aux, found = streamed_plan(program, plan, executables)
     assert held == plan.value_bytes()
     assert_same_bits((loss, aux), expected)

@@ -36,7 +36,7 @@ from zoo import ONLY_PLANNED, ZOO, Program, normal
 import jaxinf
 from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamError
 from jaxinf.streaming import compiled_step
-from jaxinf.streaming.move.scratch import PART_BYTES, Scratch, place_bytes
+from jaxinf.streaming.move.scratch import MAX_RUN_BYTES, ScratchFiles, padded_bytes
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.choice import (
     NUM_MEASURED,
@@ -106,12 +106,11 @@ class Watched(Values):
         super().put(slots, outputs)
         self.made |= zip(slots, map(weakref.ref, outputs), strict=True)
 
-    def before(self, number):
-        super().before(number)
-        for slots in (self._gone[n] for n in self._gone if n <= number):
-            for slot in slots:
-                value = self.made[slot]() if self._has_link else self._away[slot].host
-                assert value is None, "it is still in memory"
+    def before_call(self, number):
+        super().before_call(number)
+        for slot in (x for n in self._gone if n <= number for x in self._gone[n]):
+            value = self.made[slot]() if self._has_link else self._offloaded[slot].host
+            assert value is None, "it is still in memory"
         pinned = pinned_bytes() - self.others
         self.most_pinned_bytes = max(self.most_pinned_bytes, pinned)
 
@@ -132,7 +131,7 @@ def test_bits_are_those_of_keep(name, plans, tmp_path):
     hosts = (most, least, (least + most) // 2) if name in BY_THE_HOST else ()
     for host_bytes in (None, *hosts):
         waiting = plan.waiting if host_bytes is None else on_host(plan, host_bytes)
-        values = Watched(replace(plan, waiting=waiting), Scratch([tmp_path]))
+        values = Watched(replace(plan, waiting=waiting), ScratchFiles([tmp_path]))
         for _ in range(2):  # the second step reuses the files
             found = streamed_plan(program, plan, executables, values=values)
             assert_same_bits(found, expected)
@@ -161,12 +160,12 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
         written.add(part)
 
     for name in ("write", "read"):
-        at_each_call(monkeypatch, Scratch, name, pause)
-    at_each_call(monkeypatch, Scratch, "write", note, after=True)
-    at_each_call(monkeypatch, Scratch, "read", lambda _, p, *__: written.remove(p))
+        at_each_call(monkeypatch, ScratchFiles, name, pause)
+    at_each_call(monkeypatch, ScratchFiles, "write", note, after=True)
+    at_each_call(monkeypatch, ScratchFiles, "read", lambda _, p, *__: written.remove(p))
     for waiting in (plan.waiting, on_host(plan, least)):
         written = set()
-        values = Watched(replace(plan, waiting=waiting), Scratch([tmp_path]))
+        values = Watched(replace(plan, waiting=waiting), ScratchFiles([tmp_path]))
         found = streamed_plan(program, plan, executables, values=values)
         assert_same_bits(found, expected)
         assert values.moved.snapshot().drive_write_bytes > 0
@@ -179,7 +178,7 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
     program = ZOO["l2_penalty"](depth=8)
     keep, plan, executables = plans(program)
     waiting = replace(on_host(plan, least_of(plan)), leaving_bytes=ENOUGH)
-    values = Values(replace(plan, waiting=waiting), Scratch([tmp_path]))
+    values = Values(replace(plan, waiting=waiting), ScratchFiles([tmp_path]))
     last, coming, over = waiting.on_drive[-1], threading.Event(), threading.Event()
 
     def pause(event, those, _, one, *__):
@@ -190,17 +189,17 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
             coming.set()
 
     for owner, name, event, those in (
-        (Scratch, "write", coming, values._places[last]),
+        (ScratchFiles, "write", coming, values._places[last]),
         (Values, "_read", over, [last]),
     ):
         at_each_call(monkeypatch, owner, name, partial(pause, event, those))
-    at_each_call(monkeypatch, Values, "before", note, after=True)
+    at_each_call(monkeypatch, Values, "before_call", note, after=True)
     at_each_call(monkeypatch, Values, "reset", lambda _: over.set(), after=True)
     found = streamed_plan(program, plan, executables, values=values)
     assert_same_bits(found, streamed_plan(program, keep, executables))
     moved = values.moved.snapshot()
     assert moved.drive_read_bytes < moved.drive_write_bytes
-    ending = threading.Thread(target=values._jobs.end, daemon=True)
+    ending = threading.Thread(target=values._jobs.wait_all, daemon=True)
     ending.start()
     ending.join(10)
     assert not ending.is_alive()
@@ -292,9 +291,9 @@ def test_a_host_that_is_too_small_is_named(streamed, open_store, place):
 @pytest.mark.parametrize(
     ("owner", "name", "number", "error"),
     [
-        (Values, "before", 20, KeyboardInterrupt),
-        (Scratch, "write", 3, StoreSpaceError),
-        (Scratch, "read", 2, StoreIOError),
+        (Values, "before_call", 20, KeyboardInterrupt),
+        (ScratchFiles, "write", 3, StoreSpaceError),
+        (ScratchFiles, "read", 2, StoreIOError),
     ],
 )
 def test_a_step_that_ends_early(streamed, monkeypatch, owner, name, number, error):
@@ -315,7 +314,7 @@ def test_a_step_that_ends_early(streamed, monkeypatch, owner, name, number, erro
 # --- files without names --------------------------------------------------------------
 
 
-SIZES = [0, 1, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
+SIZES = [0, 1, 4095, 4096, 4097, MAX_RUN_BYTES - 1, 2 * MAX_RUN_BYTES + 5]
 
 
 def write(scratch, place, value):
@@ -324,7 +323,7 @@ def write(scratch, place, value):
 
 
 def read(scratch, place):
-    out = allocate_pages(place_bytes(place))
+    out = allocate_pages(padded_bytes(place))
     for part in place:
         scratch.read(part, out)
     return out
@@ -334,7 +333,7 @@ def test_values_come_back(tmp_path):
     """All are written before one is read: places do not overlap, nor do runs' files."""
     folders = [*map(Path, make_roots(tmp_path, "values", 3))]
     meters = ByteMeters()
-    scratch, beside = Scratch(folders, meters), Scratch(folders)
+    scratch, beside = ScratchFiles(folders, meters), ScratchFiles(folders)
     rng = np.random.default_rng(0)
     values = [rng.integers(0, 256, size).astype(np.uint8) for size in SIZES]
     places = scratch.allocate(dict(enumerate(SIZES))).values()
@@ -357,7 +356,7 @@ def test_a_file_that_has_no_room_leaves_none(tmp_path, monkeypatch):
     num_open = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreSpaceError, match="reserving room failed"):
-        Scratch([tmp_path]).allocate({0: 1})
+        ScratchFiles([tmp_path]).allocate({0: 1})
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 

@@ -28,7 +28,7 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.streaming.update.gradient_passes import GradientPasses
+from jaxinf.streaming.update.gradient_passes import PassRunner
 
 pytestmark = pytest.mark.optimized
 
@@ -256,7 +256,7 @@ def test_a_failure_between_passes_gives_the_step_up(opened, monkeypatch):
     step(BATCHES[0])
     with monkeypatch.context() as patch:
         fail = raising(RuntimeError("between passes"))
-        patch.setattr(GradientPasses, "advance", fail)
+        patch.setattr(PassRunner, "advance", fail)
         with pytest.raises(RuntimeError, match="between passes"):
             step(BATCHES[1])
     assert step.store.step == 1

@@ -11,13 +11,13 @@ from families import family
 from streaming import assert_same_bits, numbers, prepared, smallest_bytes, streamed
 from zoo import ZOO
 
-from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.program import aval_bytes
+from jaxinf.streaming.move.scratch import ScratchFiles
 from jaxinf.streaming.move.spill import Spill, beyond_memory
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
 from jaxinf.streaming.plan.order import plan_of
-from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.transfer import ByteMeters
 
 pytestmark = pytest.mark.optimized("long")
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     keeping = plan_of(ready, plan.cuts, "keep")
     found = ready.graph.gradients.items()
     sizes = {piece: max(1, aval_bytes(value.aval)) for piece, value in found}
-    scratch = Scratch([tmp_path], meters := ByteMeters())
+    scratch = ScratchFiles([tmp_path], meters := ByteMeters())
     places = scratch.allocate(beyond_memory(sizes, 0))
     spill = Spill(WorkQueues(), scratch, places)
     again = streamed(program, keeping, executables, spill)

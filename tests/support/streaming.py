@@ -24,7 +24,7 @@ from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.program.units import ParamUnit, units_of
 from jaxinf.streaming.run import Runner
-from jaxinf.streaming.update import near_storage
+from jaxinf.streaming.update import update_plan
 
 SGD, SMALL = optax.sgd(0.1), ZOO["l2_penalty"](depth=2)
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
@@ -140,7 +140,7 @@ def spill_beyond(monkeypatch, num_bytes):
     def own(sizes, *_):
         return beyond_memory(sizes, num_bytes)
 
-    monkeypatch.setattr(near_storage, "beyond_memory", own)
+    monkeypatch.setattr(update_plan, "beyond_memory", own)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def test_a_run_whose_updates_the_device_shares(run, tmp_path, monkeypatch, capsy
     words = ("--store", tmp_path / "s", *STREAM, "--steps", 2, "--device-updates", 2)
     assert run(*words) == 1
     assert "expected more subgroups that the device can" in capsys.readouterr().err
-    monkeypatch.setattr(device_updates, "LEAST_ELEMENTS", 256)
+    monkeypatch.setattr(device_updates, "MIN_ELEMENTS", 256)
     assert run(*words) == 0
     record = json.loads((tmp_path / "s/current/commit.json").read_text())
     assert record["device_updates"] == 2

@@ -1,11 +1,11 @@
-"""Buffers of the host that a step reads tensors into, on their way to the JAX device.
+"""Host buffers that a step reads tensors into, on their way to the JAX device.
 
     buffer, which the device reads in place        a device with the host's memory
     registered buffer ─► device                    … with memory of its own
     buffer ─► pinned_host ─► device                … that registers none
 
-Invariant: a source's memory is used again only after its copies have ended, also if a
-step is given up.
+Invariant: a buffer is read into again only after the copies from it have ended, also if
+a step is given up.
 """
 
 from collections import deque
@@ -22,10 +22,10 @@ from jaxinf.streaming.program.units import PINNED
 from jaxinf.transfer import PAGE_BYTES, BufferPool, span
 from jaxinf.typing import Array
 
-Pairs: TypeAlias = Sequence[tuple[Array | jax.Array, Any]]
-"""The arrays of a tensor on the host, and where each of them goes."""
+Transfers: TypeAlias = Sequence[tuple[Array | jax.Array, Any]]
+"""The arrays of a tensor on the host, each with the sharding that it is copied to."""
 
-Ended: TypeAlias = Callable[[Sequence[jax.Array]], None]
+OnCopied: TypeAlias = Callable[[Sequence[jax.Array]], None]
 """Takes the copies of a tensor, on a thread that has no lock."""
 
 
@@ -33,10 +33,10 @@ class HostBuffers(BufferPool):
     """A pool of buffers, and the copies from them to a device with memory of its own.
 
     Args:
-      content: What they hold, which names the queue of copies.
+      content: What the buffers hold, which names the queue of copies.
       has_link: Whether the device, that of this thread, has memory of its own.
-      pinned_bytes: Memory beside this for what is pinned on its way to such a device,
-        if it cannot copy from the buffers; one tensor always has room.
+      pinned_bytes: Further memory for what is pinned on its way to a device that cannot
+        copy from the buffers; one tensor always has room.
     """
 
     def __init__(
@@ -53,36 +53,42 @@ class HostBuffers(BufferPool):
         super().__init__(max(num_bytes, PAGE_BYTES), registry=registry)
         self._jobs, self._pins = jobs, registry is None
         # Two calls are under way, or one, if what it copies is pinned.
-        limits = {"together_bytes": pinned_bytes} if self._pins else {"num_threads": 2}
+        limits = {"batch_bytes": pinned_bytes} if self._pins else {"num_threads": 2}
         self._queue = Queue(f"{content} to the device", **limits)
 
-    def start_copy(self, pairs: Pairs, ended: Ended) -> None:
+    def start_copy(self, transfers: Transfers, on_copied: OnCopied) -> None:
         """Starts to copy a tensor; copies end in the order in which they were started.
 
         A copy to new memory of the device waits for programs that were enqueued before
-        it. So all that waits is copied by one call.
+        it. So one call copies all tensors that wait.
         """
-        sizes = {id(source): source.nbytes for source, _ in pairs}
+        sizes = {id(source): source.nbytes for source, _ in transfers}
         num_bytes = sum(sizes.values()) if self._pins else 0
-        self._jobs.put((pairs, ended), num_bytes, self._begin, self._queue)
+        self._jobs.submit_item(
+            (transfers, on_copied),
+            num_bytes,
+            lambda tensors: partial(self._copy, deque(tensors)),
+            self._queue,
+        )
 
-    def _begin(self, taken: Sequence[tuple[Pairs, Ended]]) -> Callable[[], None]:
-        return partial(self._copy, deque(taken))
-
-    def _copy(self, left: deque[tuple[Pairs, Ended]]) -> None:
+    def _copy(self, tensors: deque[tuple[Transfers, OnCopied]]) -> None:
         with span("back"):
-            copies = deque(self._begun([pair for own, _ in left for pair in own]))
-            while left:
-                own, ended = left.popleft()
-                ended(jax.block_until_ready([copies.popleft() for _ in own]))
-                del own, ended  # they hold memory
+            copies = deque(self._copies([pair for x, _ in tensors for pair in x]))
+            while tensors:
+                transfers, on_copied = tensors.popleft()
+                on_copied(jax.block_until_ready([copies.popleft() for _ in transfers]))
+                del transfers, on_copied  # they hold memory
 
-    def _begun(self, pairs: Pairs) -> Sequence[jax.Array]:
-        sources, places = [source for source, _ in pairs], [to for _, to in pairs]
-        if self._pins:  # each once for all devices
-            once = {id(source): (source, to) for source, to in pairs}.values()
-            ways = [to.with_memory_kind(PINNED) for _, to in once]
-            pinned = jax.device_put([source for source, _ in once], ways)
-            there = {id(x): own for (x, _), own in zip(once, pinned, strict=True)}
-            sources = [there[id(source)] for source in sources]
-        return jax.device_put(sources, places)
+    def _copies(self, transfers: Transfers) -> Sequence[jax.Array]:
+        sources = [source for source, _ in transfers]
+        if self._pins:  # each source once for all devices
+            unique = {id(source): (source, to) for source, to in transfers}.values()
+            pinned = jax.device_put(
+                [source for source, _ in unique],
+                [to.with_memory_kind(PINNED) for _, to in unique],
+            )
+            pinned_of = {
+                id(x): copy for (x, _), copy in zip(unique, pinned, strict=True)
+            }
+            sources = [pinned_of[id(source)] for source in sources]
+        return jax.device_put(sources, [to for _, to in transfers])

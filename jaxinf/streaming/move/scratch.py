@@ -1,9 +1,9 @@
 """Files without names, in which values and gradients wait on one or more drives.
 
-    value ─► parts of up to 4 MiB ─► drive 0, drive 1, …, drive 0, …
+    value ─► runs of up to 4 MiB ─► drive 0, drive 1, …, drive 0, …
 
 Invariant: what waits comes back with its bits. The files have no name, so they
-disappear with the process, however it ends, and runs that share a folder never meet.
+disappear with the process, however it ends, and steps that share a folder never meet.
 They are never synced.
 """
 
@@ -32,8 +32,8 @@ from jaxinf.transfer import (
 )
 from jaxinf.typing import Array, PathLikeStr
 
-PART_BYTES = 4 << 20
-"""The longest part of a value that is moved at once."""
+MAX_RUN_BYTES = 4 << 20
+"""The longest run of a value's bytes that is moved at once."""
 
 THREADS_PER_DRIVE = 2
 
@@ -57,23 +57,22 @@ class ScratchRun(NamedTuple):
         return self.stop - self.start
 
 
-def place_bytes(parts: Sequence[ScratchRun]) -> int:
-    """Bytes of a value that are moved each way, and memory for it: whole pages."""
-    return sum(page_ceil(part.num_bytes) for part in parts)
+def padded_bytes(runs: Sequence[ScratchRun]) -> int:
+    """Returns the bytes that a value takes in memory and files, in whole pages."""
+    return sum(page_ceil(run.num_bytes) for run in runs)
 
 
 def writing_bytes(num_drives: int) -> int:
-    """Memory of the threads of drives, beside that of the values."""
-    return num_drives * THREADS_PER_DRIVE * PART_BYTES
+    """Returns the memory of the drives' threads, beside that of the values."""
+    return num_drives * THREADS_PER_DRIVE * MAX_RUN_BYTES
 
 
-class Scratch:
+class ScratchFiles:
     """Files without names, one on each drive, with a queue of jobs each.
 
     Args:
-      folders: A folder on each drive; none if there is no value to hold.
+      folders: A folder on each drive; none if no value goes there.
       content: What the files hold, for errors.
-      num_threads: Number of each drive's threads.
     """
 
     def __init__(
@@ -87,14 +86,14 @@ class Scratch:
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
         self._content, self._num_threads = content, num_threads
-        self._own = threading.local()  # a thread's memory to write a part from
+        self._thread = threading.local()  # with memory to write a run from
         self._files: list[int] = []
 
     def allocate(self, sizes: Mapping[_Key, int]) -> dict[_Key, tuple[ScratchRun, ...]]:
-        """Takes room for values of so many bytes; blocks. Called once.
+        """Reserves room for values of these bytes; blocks. Called once.
 
         Returns:
-          The place of each; the parts of all take turns on the drives.
+          The runs of each value; successive runs are on successive drives.
 
         Raises:
           StoreSpaceError, StoreIOError: A drive is full, or failed.
@@ -102,26 +101,26 @@ class Scratch:
         places, ends = {}, [0] * len(self._folders)
         turns = itertools.cycle(range(len(self._folders)))
         for key, num_bytes in sizes.items():
-            parts = []
-            for start in range(0, max(num_bytes, 1), PART_BYTES):
-                drive, stop = next(turns), min(start + PART_BYTES, num_bytes)
-                parts.append(ScratchRun(drive, ends[drive], start, stop))
+            runs = []
+            for start in range(0, max(num_bytes, 1), MAX_RUN_BYTES):
+                drive, stop = next(turns), min(start + MAX_RUN_BYTES, num_bytes)
+                runs.append(ScratchRun(drive, ends[drive], start, stop))
                 ends[drive] += page_ceil(stop - start)
-            places[key] = tuple(parts)
+            places[key] = tuple(runs)
         try:
-            for drive, end in enumerate(ends if places else ()):
-                self._open(drive, end)
+            for drive, num_bytes in enumerate(ends if places else ()):
+                self._open(drive, num_bytes)
         except BaseException:
             self.close()
             raise
         return places
 
     def _open(self, drive: int, num_bytes: int) -> None:
-        making = translated("making a file", self._shown(drive))
+        making = translated("making a file", self._describe(drive))
         with making, tempfile.TemporaryFile(dir=self._folders[drive]) as file:
             self._files.append(os.dup(file.fileno()))
         if num_bytes:
-            with translated("reserving room", self._shown(drive)):
+            with translated("reserving room", self._describe(drive)):
                 os.posix_fallocate(self._files[drive], 0, num_bytes)
 
     # --- moves ---------------------------------------------------------------------
@@ -130,50 +129,50 @@ class Scratch:
         self,
         jobs: WorkQueues,
         move: Callable[[ScratchRun, Any], None],
-        parts: Sequence[ScratchRun],
+        runs: Sequence[ScratchRun],
         array: Array | jax.Array,
-        ended: Callable[[], None] = lambda: None,
+        on_moved: Callable[[], None] = lambda: None,
     ) -> Callable[[], object]:
         """Starts to `write` a value, which may still be computed, or to `read` it.
 
         Args:
           array: The value, or memory for it in whole pages.
-          ended: Called when all of it is there, on a thread with the lock of `jobs`.
+          on_moved: Called when all runs are moved, on a thread with the lock of `jobs`.
 
         Returns:
-          What blocks until all of it is there.
+          A function that blocks until all runs are moved.
         """
-        left = {*parts}
+        unmoved = {*runs}
 
-        def run(part: ScratchRun) -> None:
-            move(part, array)
+        def move_run(run: ScratchRun) -> None:
+            move(run, array)
             with jobs.changed:
-                left.remove(part)
-                if not left:
-                    ended()
+                unmoved.remove(run)
+                if not unmoved:
+                    on_moved()
 
-        for part in parts:
-            queue = Queue((self._content, part.drive), self._num_threads)
-            jobs.submit(partial(run, part), queue)
-        return partial(jobs.wait_for, lambda: not left)
+        for run in runs:
+            queue = Queue((self._content, run.drive), self._num_threads)
+            jobs.submit(partial(move_run, run), queue)
+        return partial(jobs.wait_for, lambda: not unmoved)
 
-    def write(self, part: ScratchRun, value: Array | jax.Array) -> None:
-        """Writes a part of a value; blocks. Thread-safe.
+    def write(self, run: ScratchRun, value: Array | jax.Array) -> None:
+        """Writes a run of a value; blocks. Thread-safe.
 
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
-        if not hasattr(self._own, "memory"):
-            self._own.memory = allocate_pages(PART_BYTES)
+        if not hasattr(self._thread, "memory"):
+            self._thread.memory = allocate_pages(MAX_RUN_BYTES)
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        length = part.num_bytes
-        padded = self._own.memory[: page_ceil(length)]
-        padded[:length] = raw[part.start : part.stop]
+        length = run.num_bytes
+        padded = self._thread.memory[: page_ceil(length)]
+        padded[:length] = raw[run.start : run.stop]
         padded[length:] = 0
-        self._move(write_from, part, padded)
+        self._move(write_from, run, padded)
 
-    def read(self, part: ScratchRun, out: Array) -> None:
-        """Reads a part into the whole value's memory; blocks. Thread-safe.
+    def read(self, run: ScratchRun, out: Array) -> None:
+        """Reads a run into the whole value's memory; blocks. Thread-safe.
 
         Args:
           out: `uint8`, page-aligned, with room for the value in whole pages.
@@ -181,33 +180,33 @@ class Scratch:
         Raises:
           StoreIOError: The drive failed.
         """
-        length = page_ceil(part.num_bytes)
-        self._move(read_into, part, out[part.start : part.start + length])
+        length = page_ceil(run.num_bytes)
+        self._move(read_into, run, out[run.start : run.start + length])
 
-    def _move(self, call: Any, part: ScratchRun, memory: Array) -> None:
-        drive, kind = part.drive, "read" if call is read_into else "write"
-        file, shown = f"/proc/self/fd/{self._files[drive]}", self._shown(drive)
+    def _move(self, call: Any, run: ScratchRun, memory: Array) -> None:
+        drive, kind = run.drive, "read" if call is read_into else "write"
+        file, name = f"/proc/self/fd/{self._files[drive]}", self._describe(drive)
         with span(kind, drive=str(self._folders[drive])):
-            offset, length = part.offset_bytes, len(memory)
-            call(file, memory, offset, length, meters=self._meters, shown=shown)
+            offset, length = run.offset_bytes, len(memory)
+            call(file, memory, offset, length, meters=self._meters, shown=name)
 
     def close(self) -> None:
         """Closes the files, which removes them; no job may use them. Idempotent."""
         while self._files:
             os.close(self._files.pop())
 
-    def _shown(self, drive: int) -> str:
+    def _describe(self, drive: int) -> str:
         return f"{self._folders[drive]} (a file of {self._content})"
 
 
-def store_scratch(engine: Engine, content: str = "activations") -> Scratch:
-    """Returns files on the store's drives, for what waits there in a step."""
+def scratch_files(engine: Engine, content: str = "activations") -> ScratchFiles:
+    """Returns files on the store's drives for the values or gradients of a step."""
     folders, meters = engine.files.directory.csd_directories, engine.files.meters
     num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
-    return Scratch(folders, meters, content=content, num_threads=num_threads)
+    return ScratchFiles(folders, meters, content=content, num_threads=num_threads)
 
 
 def array_in(memory: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
-    """Returns the array of a value in the memory that it was read into."""
+    """Returns the value that was read into this memory."""
     num_bytes = like.size * like.dtype.itemsize
     return memory[:num_bytes].view(like.dtype).reshape(like.shape)

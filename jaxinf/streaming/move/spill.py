@@ -1,7 +1,7 @@
 """Gradients that wait for the last one of a step: in memory, and beyond it on drives.
 
-Invariant: what waits comes back with its bits, in the order in which it came. What is
-read ahead takes as much memory as the largest gradient.
+Invariant: gradients come back with their bits, in the order in which they came. Those
+that are read ahead take no more memory than the largest.
 """
 
 from collections import deque
@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jaxinf.streaming.move.scratch import (
-    Scratch,
+    ScratchFiles,
     ScratchRun,
     array_in,
-    place_bytes,
+    padded_bytes,
 )
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.program.graph import Piece
@@ -28,19 +28,19 @@ def beyond_memory(
 ) -> Mapping[Piece, int]:
     """Returns the gradients that wait on drives, and their bytes.
 
-    The others wait in memory: in their order, as there is room.
+    A gradient waits in memory if those before it have left room.
     """
-    left_bytes, on_drives = capacity_bytes, dict[Piece, int]()
+    free_bytes, on_drives = capacity_bytes, dict[Piece, int]()
     for piece, num_bytes in sizes.items():
-        if num_bytes > left_bytes:
+        if num_bytes > free_bytes:
             on_drives[piece] = num_bytes
         else:
-            left_bytes -= num_bytes
+            free_bytes -= num_bytes
     return on_drives
 
 
 def file_bytes(on_drives: Mapping[Piece, int]) -> int:
-    """Returns the bytes of all that wait on drives, in whole pages."""
+    """Returns the bytes of gradients that wait on drives, in whole pages."""
     return sum(map(page_ceil, on_drives.values()))
 
 
@@ -51,56 +51,51 @@ class Spill:
     An array that it returns stays valid for as long as someone refers to it.
 
     Attributes:
-      scratch: Files for gradients that go to drives.
-      places: Where those are.
-      held: What waits; of gradients on drives shapes and dtypes.
+      places: The gradients that go to drives, and their runs there.
+      held: Gradients in memory; shapes and dtypes of those on drives.
     """
 
     jobs: WorkQueues
-    scratch: Scratch
+    scratch: ScratchFiles
     places: Mapping[Piece, Sequence[ScratchRun]]
     held: dict[Piece, Array | jax.ShapeDtypeStruct] = field(default_factory=dict)
 
-    def put(self, key: Piece, value: Array) -> int:
-        """Takes a gradient; blocks while it is written, and returns these bytes.
-
-        Raises:
-          StoreSpaceError, StoreIOError: The drive is full, or failed.
-        """
-        assert key not in self.held, "a gradient leaves once"
-        parts = self.places.get(key)
-        if parts is None:
-            self.held[key] = value
+    def put(self, piece: Piece, gradient: Array) -> int:
+        """Takes a gradient; blocks while it is written. Returns the bytes written."""
+        assert piece not in self.held, "a gradient leaves once"
+        runs = self.places.get(piece)
+        if runs is None:
+            self.held[piece] = gradient
             return 0
-        array = np.asarray(value, order="C")
-        self.scratch.start(self.jobs, self.scratch.write, parts, array)()
-        self.held[key] = jax.ShapeDtypeStruct(array.shape, array.dtype)
-        return place_bytes(parts)
+        array = np.asarray(gradient, order="C")
+        self.scratch.start(self.jobs, self.scratch.write, runs, array)()
+        self.held[piece] = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return padded_bytes(runs)
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
         """Yields all gradients, in the order in which they came.
 
         Args:
-          removes: Whether to drop each, so that it is read for the last time.
+          removes: Whether to drop each gradient once it is read.
         """
-        keys, scratch = [*self.held], self.scratch
-        to_read = deque(key for key in keys if key in self.places)
-        sizes = {key: place_bytes(self.places[key]) for key in to_read}
-        room_bytes = max(sizes.values(), default=0)
-        begun: deque[tuple[Array, Callable[[], object]]] = deque()
-        for key in keys:
-            while to_read and sizes[to_read[0]] <= room_bytes:
-                first = to_read.popleft()
-                parts, memory = self.places[first], allocate_pages(sizes[first])
-                wait = scratch.start(self.jobs, scratch.read, parts, memory)
-                begun.append((memory, wait))
-                room_bytes -= sizes[first]
-            value = self.held.pop(key) if removes else self.held[key]
-            if not isinstance(value, jax.ShapeDtypeStruct):
-                yield key, np.asarray(value)
+        pieces, scratch = [*self.held], self.scratch
+        unread = deque(piece for piece in pieces if piece in self.places)
+        sizes = {piece: padded_bytes(self.places[piece]) for piece in unread}
+        free_bytes = max(sizes.values(), default=0)
+        reads: deque[tuple[Array, Callable[[], object]]] = deque()
+        for piece in pieces:
+            while unread and sizes[unread[0]] <= free_bytes:
+                ahead = unread.popleft()
+                runs, memory = self.places[ahead], allocate_pages(sizes[ahead])
+                wait = scratch.start(self.jobs, scratch.read, runs, memory)
+                reads.append((memory, wait))
+                free_bytes -= sizes[ahead]
+            gradient = self.held.pop(piece) if removes else self.held[piece]
+            if not isinstance(gradient, jax.ShapeDtypeStruct):
+                yield piece, np.asarray(gradient)
                 continue
-            memory, wait = begun.popleft()
+            memory, wait = reads.popleft()
             wait()
-            yield key, array_in(memory, value)
+            yield piece, array_in(memory, gradient)
             del memory
-            room_bytes += sizes[key]
+            free_bytes += sizes[piece]

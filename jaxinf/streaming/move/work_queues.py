@@ -27,142 +27,149 @@ _SHORT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Queue:
-    """A queue of jobs, or of items that wait for an action. Its name tells which.
+    """The name and limits of a queue of jobs, or of items that threads work on.
 
     Attributes:
-      num_threads: Number of threads, from the first job on.
       room_bytes: Memory for items, until the work on them is over.
-      together_bytes: The most of several items that are taken together.
+      batch_bytes: The most bytes of several items that are taken together.
     """
 
     name: Hashable
     num_threads: int = 1
     room_bytes: int = _UNLIMITED
-    together_bytes: int = _UNLIMITED
+    batch_bytes: int = _UNLIMITED
 
 
 @dataclass(eq=False)
-class _Line:
-    """What waits in a queue: jobs, and items for those of them that act on some."""
+class _Waiting:
+    """The jobs and items that wait in a queue, each item with its bytes."""
 
     jobs: "SimpleQueue[Callable[[], None] | None]" = field(default_factory=SimpleQueue)
     items: deque[tuple[Any, int]] = field(default_factory=deque)
     item_bytes: int = 0
-    in_order: threading.Lock = field(default_factory=threading.Lock)
+    order_lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-Action: TypeAlias = Callable[[Sequence[Any]], Callable[[], None] | None]
-"""Begins with items, in their order; returns what is left to do, beside later ones."""
+BeginWork: TypeAlias = Callable[[Sequence[Any]], Callable[[], None] | None]
+"""Begins the work on items, one batch after another; returns the rest of the work,
+which may run beside that on later batches."""
 
 
 class WorkQueues:
-    """All queues of a step's jobs, and their threads, which start with the first job.
+    """All queues of a step's jobs; a queue's threads start with its first job.
 
-    After a job's error no other begins, and who waits gets that error, until `reset`.
-    That drops the jobs of all queues, so a step is given up as a whole.
+    After a job fails, no other begins, and every waiter gets the job's error, until
+    `reset` drops the jobs of all queues. So a step is given up as a whole: first this
+    is reset, then what its jobs have moved.
 
-    The threads end when this is closed, or nobody refers to it. A process does not wait
-    for them at its end, and a thread that outlives the main one may still use them,
-    neither of which holds for those of `concurrent.futures`.
+    The threads end when this is closed or nobody refers to it. Unlike the threads of
+    `concurrent.futures`, they do not delay the end of the process, and a thread that
+    outlives the main one may still submit jobs.
 
     Attributes:
-      changed: The lock of those who use them; notified when a job has ended.
+      changed: The lock that all users share; notified when a job has ended.
       error: The first error since `reset`.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Hashable, _Line] = {}
-        self._threads: list[tuple[threading.Thread, _Line]] = []
-        self._num_left = 0
+        self._waiting: dict[Hashable, _Waiting] = {}
+        self._threads: list[tuple[threading.Thread, _Waiting]] = []
+        self._num_unfinished = 0
         self._is_dropping = self._is_closed = False
         self.error: BaseException | None = None
         self.changed = threading.Condition()
 
     def submit(self, job: Callable[[], None], queue: Queue) -> None:
-        """Adds a job to a queue."""
         with self.changed:
-            line = self._line(queue)
-            self._num_left += 1
-            line.jobs.put(partial(self._run, [job]))
+            waiting = self._waiting_in(queue)
+            self._num_unfinished += 1
+            waiting.jobs.put(partial(self._run, [job]))
 
-    def put(self, item: Any, num_bytes: int, action: Action, queue: Queue) -> float:
-        """Passes an item on; blocks while too many wait, and returns the seconds.
+    def submit_item(
+        self, item: Any, num_bytes: int, begin_work: BeginWork, queue: Queue
+    ) -> float:
+        """Submits an item; blocks while the queue has no room, and returns the seconds.
 
-        One is always accepted. All that wait in a queue have the same action.
+        An empty queue accepts an item of any size. All items of a queue have the same
+        `begin_work`.
 
         Raises:
           BaseException: The first error of a job.
         """
         with self.changed:
-            line, room_bytes = self._line(queue), max(1, queue.room_bytes)
-            most = room_bytes - min(num_bytes, room_bytes)
-            waited_s = self.wait_for(lambda: line.item_bytes <= most)
-            line.items.append((item, num_bytes))
-            line.item_bytes += num_bytes
-            self.submit(partial(self._pass_on, line, queue, action), queue)
+            waiting, room_bytes = self._waiting_in(queue), max(1, queue.room_bytes)
+            limit_bytes = room_bytes - min(num_bytes, room_bytes)
+            waited_s = self.wait_for(lambda: waiting.item_bytes <= limit_bytes)
+            waiting.items.append((item, num_bytes))
+            waiting.item_bytes += num_bytes
+            self.submit(partial(self._work, waiting, queue, begin_work), queue)
         return waited_s
 
     def wait_for(self, is_done: Callable[[], bool]) -> float:
-        """Blocks until a condition holds, with the lock; returns the seconds.
+        """Blocks until a condition holds, read under the lock; returns the seconds.
 
-        Jobs may wait, too: for what those of other queues, or the caller, do.
+        Jobs may call this, too, to wait for jobs of other queues or for the caller.
 
         Raises:
           BaseException: The first error of a job.
-          StoreClosedError: Jobs are dropped, of which the caller is one.
+          StoreClosedError: `reset` drops the job that waits.
         """
 
-        def ends() -> bool:
+        def is_over() -> bool:
             return self.error is not None or self._is_dropping or is_done()
 
         began_s = time.perf_counter()
         with self.changed:
-            self.changed.wait_for(ends)
+            self.changed.wait_for(is_over)
             if self.error is not None:
                 raise self.error
             if self._is_dropping:
                 raise StoreClosedError("jaxinf.stream: a step was given up")
         return time.perf_counter() - began_s
 
-    def end(self) -> None:
+    def wait_all(self) -> None:
         """Blocks until all jobs have ended; raises as `wait_for`."""
-        self.wait_for(lambda: not self._num_left)
+        self.wait_for(lambda: not self._num_unfinished)
 
     def reset(self) -> None:
-        """Drops items, and jobs that have not begun, or wait; blocks until all end."""
+        """Drops items and jobs that wait; blocks until jobs under way have ended."""
         with self.changed:
             self._is_dropping = True
             self.changed.notify_all()
-            self.changed.wait_for(lambda: not self._num_left)
+            self.changed.wait_for(lambda: not self._num_unfinished)
             self._is_dropping, self.error = False, None
-            for line in self._lines.values():
-                line.items.clear()
-                line.item_bytes = 0
+            for waiting in self._waiting.values():
+                waiting.items.clear()
+                waiting.item_bytes = 0
 
     def close(self) -> None:
         """Drops all jobs and ends the threads; idempotent."""
         self.reset()
         self._is_closed = True
-        for _, line in self._threads:
-            line.jobs.put(None)
+        for _, waiting in self._threads:
+            waiting.jobs.put(None)
         while self._threads:
             self._threads.pop()[0].join()
 
-    def _line(self, queue: Queue) -> _Line:
+    def _waiting_in(self, queue: Queue) -> _Waiting:
         if self._is_closed:
             raise StoreClosedError("jaxinf.stream: closed; make the function anew")
-        if queue.name not in self._lines:
-            line = self._lines[queue.name] = _Line()
+        if queue.name not in self._waiting:
+            waiting = self._waiting[queue.name] = _Waiting()
             for _ in range(queue.num_threads):
-                what = {"args": (line.jobs,), "name": "jaxinf-stream", "daemon": True}
-                thread = threading.Thread(target=serve, **what)
+                thread = threading.Thread(
+                    target=serve,
+                    args=(waiting.jobs,),
+                    name="jaxinf-stream",
+                    daemon=True,
+                )
                 thread.start()
-                self._threads.append((thread, line))
-                weakref.finalize(self, line.jobs.put, None).atexit = False
-        return self._lines[queue.name]
+                self._threads.append((thread, waiting))
+                weakref.finalize(self, waiting.jobs.put, None).atexit = False
+        return self._waiting[queue.name]
 
-    def _run(self, held: list[Callable[[], None]]) -> None:
-        job = held.pop()
+    def _run(self, only_job: list[Callable[[], None]]) -> None:
+        job = only_job.pop()  # so that the queue holds it no longer
         try:
             if not self._is_dropping and self.error is None:
                 job()
@@ -171,28 +178,28 @@ class WorkQueues:
                 self.error = self.error or error
         del job  # it holds values
         with self.changed:
-            self._num_left -= 1
+            self._num_unfinished -= 1
             self.changed.notify_all()
 
-    def _pass_on(self, line: _Line, queue: Queue, action: Action) -> None:
+    def _work(self, waiting: _Waiting, queue: Queue, begin_work: BeginWork) -> None:
         """Works on the next items, unless another job took them; on a thread."""
-        with line.in_order:
-            taken, sizes = list[Any](), list[int]()
-            while line.items and self.error is None:
-                next_bytes = line.items[0][1]
+        with waiting.order_lock:
+            batch, sizes = list[Any](), list[int]()
+            while waiting.items and self.error is None:
+                next_bytes = waiting.items[0][1]
                 if sizes and (
                     max(sizes[-1], next_bytes) > _SHORT_BYTES
-                    or sum(sizes) + next_bytes > queue.together_bytes
+                    or sum(sizes) + next_bytes > queue.batch_bytes
                 ):
                     break
-                item, num_bytes = line.items.popleft()
-                taken.append(item)
+                item, num_bytes = waiting.items.popleft()
+                batch.append(item)
                 sizes.append(num_bytes)
                 del item
-            work = action(taken) if taken else None
-            del taken
-        if work is not None:
-            work()
-            del work
+            finish_work = begin_work(batch) if batch else None
+            del batch
+        if finish_work is not None:
+            finish_work()
+            del finish_work
         with self.changed:
-            line.item_bytes -= sum(sizes)
+            waiting.item_bytes -= sum(sizes)

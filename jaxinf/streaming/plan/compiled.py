@@ -12,9 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinf.program import aval_bytes
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.calls import Call, Plan, ValueSlot
-from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece, aval_bytes
+from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
 from jaxinf.streaming.program.units import piece_sharding

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from jaxinf.errors import BudgetError
 from jaxinf.processes import Group
+from jaxinf.program import aval_bytes
 from jaxinf.streaming.plan.calls import Plan, Policy
 from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
 from jaxinf.streaming.plan.leaving import evicted, least_bytes, may_leave, on_host
@@ -32,7 +33,6 @@ from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
 from jaxinf.streaming.plan.report import largest_text
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
-from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.terminal import exact_bytes, format_bytes
 from jaxinf.typing import JsonValue

@@ -168,7 +168,7 @@ def keep_between(
       frozen: Leaves that no update changes, whose units may stay from step to step.
     """
     units = {one.unit for one in fetches}
-    kept = {unit for unit in units if unit.leaf in frozen and not unit.is_shared}
+    kept = {unit for unit in units if unit.leaf in frozen and not unit.needs_assembly}
     changing = sum(one.unit.page_bytes for one in fetches if one.unit not in kept)
     least, most = held.copy(), int(held.max(initial=0)) + spare_bytes
     for ahead_bytes in (min(spare_bytes // 2, changing), spare_bytes // 2):

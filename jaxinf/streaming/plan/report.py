@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.program import aval_bytes
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.terminal import format_bytes
 

@@ -1,9 +1,11 @@
-"""A traced program as a graph: calls inlined, scans over stacked params unrolled.
+"""Builds the graph of a traced function, with scans over stacked params unrolled.
+
+Extends `jaxinf.program`'s inliner, whose graph, nodes and values these are. A value
+with an `origin` is an input; one with a `constant` is a literal, part of the program's
+text.
 
 Invariant: the results that an unrolled scan collects are stacked only if a node reads
 the whole. So a layer's params are an input of their own, and their gradient an output.
-A value with an `origin` is that input; one with a `constant` is a literal, part of the
-program's text.
 """
 
 from collections import Counter
@@ -20,16 +22,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.compat import POINTWISE
-from jaxinf.program import Graph, Inliner, Node, Value, aval_bytes, prune
+from jaxinf.program import Graph, Inliner, Node, Value, prune
 from jaxinf.streaming.program.meshes import item_aval, struct, typed_sharding
 from jaxinf.streaming.program.trace import Traced
 
 _CONSTRAINT = "sharding_constraint"
 
 
+# The names of these classes and of their fields are in the fingerprints of programs.
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a param leaf that is fetched alone, or whose gradient is complete.
+    """A slice of a param leaf that an equation reads, or whose gradient is complete.
 
     Attributes:
       leaf: The leaf's number.
@@ -43,8 +48,8 @@ class Piece:
 
     def of(self, array: Any) -> Any:
         """Returns the piece of a whole leaf's array."""
-        part = array[self.index] if self.index else array
-        return part if self.rows is None else part[slice(*self.rows)]
+        array = array[self.index] if self.index else array
+        return array if self.rows is None else array[slice(*self.rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +82,12 @@ Origin: TypeAlias = Piece | Batch | Const | Seed | Number
 
 
 def num_bytes(values: Iterable[Value]) -> int:
-    return sum(aval_bytes(value.aval) for value in values)
+    return sum(value.num_bytes for value in values)
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
 class Stack:
-    """Values along a leading axis that does not exist as an array."""
+    """Values along a leading axis, which do not exist as one array."""
 
     aval: Any
     items: tuple["Atom", ...]
@@ -93,16 +98,16 @@ Atom: TypeAlias = Value | Stack
 
 def build_graph(traced: Traced, closed: Any) -> Graph:
     """Builds the graph of a traced function; drops nodes without effect."""
+    has_loss = traced.seed_dtype is not None
     origins: list[Origin] = [*map(Piece, range(len(traced.params)))]
-    origins += [*map(Batch, range(len(traced.batch)))]
-    origins += [Seed()] if traced.seed_dtype is not None else []
+    origins += [*map(Batch, range(len(traced.batch))), *([Seed()] * has_loss)]
     unroller = _Unroller(traced.consts)
     inputs, outputs = unroller.unroll(closed, origins)
-    num = traced.aux_tree.num_leaves + (traced.seed_dtype is not None)
-    results = tuple(map(unroller.computed, outputs[:num]))
+    num_results = traced.aux_tree.num_leaves + has_loss
+    results = tuple(map(unroller.computed, outputs[:num_results]))
     gradients = {
         piece: unroller.computed(value)
-        for leaf, atom in enumerate(outputs[num:])
+        for leaf, atom in enumerate(outputs[num_results:])
         for piece, value in _pieces(Piece(leaf), atom)
     }
     wanted = (*results, *gradients.values())
@@ -129,29 +134,29 @@ def _pieces(piece: Piece, atom: Atom) -> Iterator[tuple[Piece, Atom]]:
 def _with_turned_products(
     nodes: Sequence[Node], wanted: Iterable[Value]
 ) -> tuple[Node, ...]:
-    """Lets products whose result is only transposed compute the transposed result.
+    """Exchanges the operands of products whose result is only transposed.
 
         transpose(dot(ct, x))  ─►  dot(x, ct)
 
-    JAX's gradients have such products: that of `x @ w` by `w`, for one. XLA's CPU
-    compiler takes two to three times as long for them as for the product turned round.
+    The gradient of `x @ w` by `w` is such a product. XLA's CPU compiler takes two to
+    three times as long for it as for the product with exchanged operands.
     """
-    reads = Counter(value for node in nodes for value in node.inputs)
-    reads.update(wanted)
-    found: dict[Node, None] = {}
+    num_reads = Counter(value for node in nodes for value in node.inputs)
+    num_reads.update(wanted)
+    kept: dict[Node, None] = {}
     for node in nodes:
         product = node.inputs[0].node if node.name == "transpose" else None
-        if product and reads[node.inputs[0]] == 1:
+        if product and num_reads[node.inputs[0]] == 1:
             turned = _turned(product, node)
             if turned is not None:
-                del found[product]
+                del kept[product]
                 node = turned
-        found[node] = None
-    return tuple(found)
+        kept[node] = None
+    return tuple(kept)
 
 
 def _turned(product: Node, transposed: Node) -> Node | None:
-    """The product with its operands exchanged, if its result is transposed so."""
+    """Returns the product that computes the transposed result, if there is one."""
     if product.name != "dot_general" or product.params.get("out_sharding") is not None:
         return None
     (left, right), (left_batch, right_batch) = product.params["dimension_numbers"]
@@ -178,10 +183,10 @@ def _turned(product: Node, transposed: Node) -> Node | None:
 
 
 class _Unroller(Inliner):
-    """Unrolls scans over params; what they collect is a stack.
+    """Unrolls scans over params; the results that they collect are stacks.
 
     Args:
-      consts: The arrays that the function, and those that it calls, closed over.
+      consts: The arrays of `closed_over`.
     """
 
     def __init__(self, consts: Iterable[Any]) -> None:
@@ -190,9 +195,9 @@ class _Unroller(Inliner):
         self._inputs: dict[tuple[Origin, Any], Value] = {}
         self._items: dict[tuple[Value, int], Value] = {}
         self._whole: dict[Stack, Value] = {}
-        self._stacked: set[Value] = set()  # made of stacked ones, element by element
+        self._stacked: set[Value] = set()  # computed of stacks, element by element
         self._zeros: set[Value] = set()
-        self._sliced: set[tuple[int, ...]] = set()
+        self._sliced_shapes: set[tuple[int, ...]] = set()
 
     def unroll(
         self, closed: Any, origins: Sequence[Origin]
@@ -225,8 +230,8 @@ class _Unroller(Inliner):
         return compat.called_jaxpr(eqn.primitive.name, eqn.params, checkpoints=False)
 
     def call(self, eqn: Any, callee: Any, inputs: Sequence[Atom]) -> list[Atom]:
-        given = self._constrained(inputs, eqn.params.get("in_shardings", ()))
-        outputs = super().call(eqn, callee, given)
+        inputs = self._constrained(inputs, eqn.params.get("in_shardings", ()))
+        outputs = super().call(eqn, callee, inputs)
         return self._constrained(outputs, eqn.params.get("out_shardings", ()))
 
     def equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
@@ -237,9 +242,9 @@ class _Unroller(Inliner):
                 return self._unroll(eqn, inputs)
         avals = [var.aval for var in eqn.outvars]
         special = _SPECIAL.get(name)
-        found = special and special(self, params, avals[0], *inputs)
-        if found is not None:
-            return [found]
+        result = special and special(self, params, avals[0], *inputs)
+        if result is not None:
+            return [result]
         has_stacks = any(isinstance(atom, Stack) for atom in inputs)
         if has_stacks and self.callee(eqn) is None:
             node = Node(eqn.primitive, (), params, context=eqn.ctx)
@@ -251,25 +256,21 @@ class _Unroller(Inliner):
     def _constrained(
         self, atoms: Sequence[Atom], shardings: Sequence[Any]
     ) -> list[Atom]:
-        """Returns the values of a jit with the shardings that it gives them.
-
-        A stack, which does not exist as an array, stays as it is.
-        """
-        found = list(atoms)
+        """Returns the values of a jit with the shardings that it gives them."""
+        constrained = list(atoms)
         for i, (atom, sharding) in enumerate(zip(atoms, shardings, strict=False)):
             is_named = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
             if is_named and isinstance(atom, Value):
                 constrain = partial(lax.with_sharding_constraint, shardings=sharding)
-                found[i] = self._call(constrain, atom)
-        return found
+                constrained[i] = self._call(constrain, atom)
+        return constrained
 
     def _append(self, like: Node, inputs: Sequence[Atom], aval: Any) -> Value:
-        """Appends an operation like a node's, which has one result."""
         values = tuple(map(self._value, inputs))
         return self.append(replace(like, inputs=values), [aval])[0]
 
     def _value(self, atom: Atom) -> Value:
-        """Returns `atom` as one value; concatenates a stack, once."""
+        """Returns an atom as one value; concatenates a stack once."""
         if isinstance(atom, Value):
             return atom
         if atom not in self._whole:
@@ -285,7 +286,7 @@ class _Unroller(Inliner):
     # Scans.
 
     def _is_stacked(self, atom: Atom) -> bool:
-        """Whether slices of `atom` are available without the whole."""
+        """Whether an atom's items are available without the whole."""
         if isinstance(atom, Stack) or isinstance(atom.origin, Piece):
             return True
         return atom in self._stacked
@@ -308,13 +309,12 @@ class _Unroller(Inliner):
         return [*carry, *stacks]
 
     def _item(self, atom: Atom, i: int) -> Atom:
-        """Returns element `i` of `atom` along its leading axis."""
         if isinstance(atom, Stack):
             return atom.items[i]
         if isinstance(piece := atom.origin, Piece):
             row = i + (piece.rows[0] if piece.rows else 0)
-            own = Piece(piece.leaf, (*piece.index, row))
-            return self.input(own, item_aval(atom.aval))
+            item = Piece(piece.leaf, (*piece.index, row))
+            return self.input(item, item_aval(atom.aval))
         if (atom, i) not in self._items:
             self._items[atom, i] = self._computed_item(atom, i)
         return self._items[atom, i]
@@ -331,33 +331,30 @@ class _Unroller(Inliner):
             }
             return self._append(replace(node, params=params), node.inputs, aval)
         if node is not None and self._is_stacked(value):
-            parts = self._parts(node.inputs, i)
-            return self._append(_for_item(node), parts, aval)
+            return self._append(_for_item(node), self._items_of(node.inputs, i), aval)
         number = self.input(Number(i), jax.typeof(np.int32(0)))
         return self._call(_take, value, number)
 
-    def _parts(self, atoms: Sequence[Atom], i: int) -> list[Atom]:
+    def _items_of(self, atoms: Sequence[Atom], i: int) -> list[Atom]:
         return [self._item(atom, i) if atom.aval.shape else atom for atom in atoms]
 
     def _on_items(self, node: Node, aval: Any, inputs: Sequence[Atom]) -> Stack:
-        """Returns the result of a pointwise operation on a stack, as a stack."""
         node, item = _for_item(node), item_aval(aval)
-        rows = (self._parts(inputs, i) for i in range(aval.shape[0]))
-        return Stack(aval, tuple(self._on_item(node, item, parts) for parts in rows))
+        rows = (self._items_of(inputs, i) for i in range(aval.shape[0]))
+        return Stack(aval, tuple(self._on_item(node, item, row) for row in rows))
 
-    def _on_item(self, node: Node, aval: Any, parts: list[Atom]) -> Atom:
+    def _on_item(self, node: Node, aval: Any, inputs: list[Atom]) -> Atom:
         if node.name == "add_any":
-            present = [part for part in parts if part not in self._zeros]
-            if len(present) < 2:
-                return (present or parts)[0]
-        if any(isinstance(part, Stack) for part in parts):
-            return self._on_items(node, aval, parts)
-        return self._append(node, parts, aval)
+            nonzero = [atom for atom in inputs if atom not in self._zeros]
+            if len(nonzero) < 2:
+                return (nonzero or inputs)[0]
+        if any(isinstance(atom, Stack) for atom in inputs):
+            return self._on_items(node, aval, inputs)
+        return self._append(node, inputs, aval)
 
     # Special cases for stacks and slices of params; None for the ordinary treatment.
 
     def _slice(self, params: Any, aval: Any, atom: Atom) -> Atom | None:
-        """Returns rows of a param or of a stack without the rest."""
         starts, limits = params["start_indices"], params["limit_indices"]
         shape = tuple(atom.aval.shape)
         has_all = not any(starts[1:]) and tuple(limits[1:]) == shape[1:]
@@ -369,10 +366,10 @@ class _Unroller(Inliner):
         piece = atom.origin
         if not isinstance(piece, Piece):
             return None
-        self._sliced.add(shape)
+        self._sliced_shapes.add(shape)
         base = piece.rows[0] if piece.rows else 0
-        own = Piece(piece.leaf, piece.index, (base + first, base + last))
-        return self.input(own, aval)
+        rows = base + first, base + last
+        return self.input(Piece(piece.leaf, piece.index, rows), aval)
 
     def _squeeze(self, params: Any, aval: Any, atom: Atom) -> Atom | None:
         del params  # the shapes tell
@@ -384,11 +381,13 @@ class _Unroller(Inliner):
         return self._item(atom, 0) if is_slice else None
 
     def _pad(self, params: Any, aval: Any, atom: Atom, padding: Atom) -> Atom | None:
-        """Returns the gradient of a slice of a stack without making the other zeros."""
+        """Returns the gradient of a slice of a stack without making its zeros."""
         (low, high, inner), *others = params["padding_config"]
         zero = padding.constant if isinstance(padding, Value) else None
         is_gradient = zero is not None and zero == 0 and aval.ndim > 1
-        is_gradient &= tuple(aval.shape) in self._sliced and not any(map(any, others))
+        is_gradient &= tuple(aval.shape) in self._sliced_shapes and not any(
+            map(any, others)
+        )
         if not is_gradient or min(low, high) < 0 or inner:
             return None
         rows = [self._item(atom, i) for i in range(atom.aval.shape[0])]
@@ -412,11 +411,12 @@ def _for_item(node: Node) -> Node:
     if node.name != _CONSTRAINT:
         return node
     sharding, free = node.params["sharding"], node.params["unconstrained_dims"]
-    own = {
+    params = {
+        **node.params,
         "sharding": sharding.update(spec=PartitionSpec(*tuple(sharding.spec)[1:])),
         "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
     }
-    return replace(node, params={**node.params, **own})
+    return replace(node, params=params)
 
 
 def _is_pointwise(node: Node, inputs: Sequence[Atom], avals: Sequence[Any]) -> bool:

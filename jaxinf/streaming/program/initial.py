@@ -27,21 +27,20 @@ from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array, PyTree
 
 BUFFERS_SHARE = 4
-"""Part of the memory that a store's buffers take while a leaf is written."""
-
+"""A store's buffers take one of so many parts of the memory while a leaf is written."""
 
 MakeLeaves: TypeAlias = Callable[[int], Iterable[Any]]
-"""Compiles the programs of all leaves, in so many bytes of memory; blocks. Returns an
-iterator that computes them in order; the caller may drop each before the next."""
+"""Compiles the programs of all leaves for so many bytes of memory; blocks. Returns an
+iterator that computes the leaves in order; the caller may drop each before the next."""
 
 
 def trace_params(
     init_fn: Callable[..., PyTree], *args: Any
 ) -> tuple[PyTree, MakeLeaves]:
-    """Traces ``init_fn(*args)``; returns shapes and dtypes, and what makes the leaves.
+    """Traces ``init_fn(*args)``; returns shapes and dtypes, and the `MakeLeaves`.
 
-    Nothing is computed. The store's buffers have a part of the memory while a leaf is
-    written, so its making raises BudgetError if that and temporaries have no room.
+    Nothing is computed. `MakeLeaves` raises BudgetError if a leaf leaves no room for
+    temporaries, or for the store's buffers that write it.
 
     Raises:
       StreamError: `init_fn` is not a function, or has side effects.
@@ -59,7 +58,7 @@ def trace_params(
     check_effects(closed, "init_fn")
     consts = closed_over(closed)
     graph = _with_numbers(graph_of_init(closed, consts))
-    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in graph.results]
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in graph.results]
     avals = jax.tree.structure(out).unflatten(shapes)
 
     def argument(value: Value) -> Any:
@@ -80,8 +79,8 @@ def trace_params(
             memory = executables[program.key].memory_analysis()
             _check_room(path, memory, memory_bytes)
         return (
-            np.asarray(executables[one.key](*map(argument, one.inputs))[0])
-            for one in programs
+            np.asarray(executables[program.key](*map(argument, program.inputs))[0])
+            for program in programs
         )
 
     return avals, make
@@ -103,7 +102,6 @@ def _check_room(path: Any, memory: Any, memory_bytes: int) -> None:
 
 
 def check_init_fn(init_fn: Any) -> None:
-    """Refuses what cannot be called to make params: StreamError."""
     if not callable(init_fn):
         raise StreamError(
             "step.init: expected a function that returns the params, found a "
@@ -118,23 +116,23 @@ def _with_numbers(graph: Graph) -> Graph:
     The keys of leaves differ only in such a number, often the count of the calls before
     it, so leaves of one shape share one program.
     """
-    same: dict[Value, Value] = {}
-    numbers: dict[tuple[Number, Any], Value] = {}
+    replaced: dict[Value, Value] = {}
+    arguments: dict[tuple[Number, Any], Value] = {}
     for node in graph.nodes:
-        node.inputs = tuple(same.get(value, value) for value in node.inputs)
+        node.inputs = tuple(replaced.get(value, value) for value in node.inputs)
         constants = [value.constant for value in node.inputs]
-        is_known = bool(constants) and all(one is not None for one in constants)
-        made = [(v.shape, jnp.issubdtype(v.dtype, jnp.integer)) for v in node.outputs]
+        is_constant = bool(constants) and all(x is not None for x in constants)
+        types = [(v.shape, jnp.issubdtype(v.dtype, jnp.integer)) for v in node.outputs]
         if node.name == "sharding_constraint":  # a leaf is made on one device
-            same[node.outputs[0]] = node.inputs[0]
+            replaced[node.outputs[0]] = node.inputs[0]
         elif node.name == "random_fold_in" and constants[1] is not None:
             key, aval = node.inputs[0], node.inputs[1].aval
             number = Number(int(constants[1]))
-            own = numbers.setdefault((number, aval.dtype), Value(aval, origin=number))
-            node.inputs = key, own
-        elif is_known and node.name in LIGHT and made == [((), True)]:  # a count
+            argument = Value(aval, origin=number)
+            node.inputs = key, arguments.setdefault((number, aval.dtype), argument)
+        elif is_constant and node.name in LIGHT and types == [((), True)]:  # a count
             (count,) = bind(node, constants)
-            known = Value(node.outputs[0].aval, constant=np.asarray(count)[()])
-            same[node.outputs[0]] = known
-    results = tuple(same.get(value, value) for value in graph.results)
+            constant = Value(node.outputs[0].aval, constant=np.asarray(count)[()])
+            replaced[node.outputs[0]] = constant
+    results = tuple(replaced.get(value, value) for value in graph.results)
     return replace(graph, results=results)

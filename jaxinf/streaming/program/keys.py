@@ -1,7 +1,7 @@
-"""Canonical text of nodes and programs: equal texts are equal computations.
+"""Canonical texts of nodes and programs: equal texts are equal computations.
 
-Invariant: two programs have the same key only if they can share an executable. Things
-  without a value to compare (a function, a mesh) are compared as objects.
+Invariant: two programs have the same key only if they can share an executable. What has
+no value to compare, such as a function or a mesh, is compared as an object.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ def stable_digest(lines: Iterable[str]) -> str:
 
 def _digest(lines: Iterable[str]) -> str:
     """Digests line by line: the text of a deep model would take tens of MB."""
-    found, separator = hashlib.sha256(), b""
+    digest, separator = hashlib.sha256(), b""
     for line in lines:
-        found.update(separator + line.encode())
+        digest.update(separator + line.encode())
         separator = b"\n"
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +44,15 @@ class Keys:
     """Texts of nodes and programs of one graph.
 
     Attributes:
-      known: Texts by the id of an object, which is held, so that its id stays its own.
+      texts: Objects and their texts by id; holding an object keeps its id unique.
       objects: Numbers of objects that are compared, or of their ids.
     """
 
-    known: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    texts: dict[int, tuple[Any, str]] = field(default_factory=dict)
     objects: dict[Any, int] = field(default_factory=dict)
 
     def node(self, node: Node) -> str:
-        """Text of a node's computation and the types of its operands."""
+        """Returns the text of a node's computation and of its operands' types."""
         return self._once(node, self._node)
 
     def _node(self, node: Node) -> str:
@@ -65,7 +65,7 @@ class Keys:
     def program(
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
     ) -> str:
-        """Key of a program: equal ones of the same graph have equal keys."""
+        """Returns a program's key; equal programs of one graph have equal keys."""
         return _digest(self.describe(inputs, nodes, outputs))
 
     def describe(
@@ -91,10 +91,10 @@ class Keys:
         return f"{text}={self._text(value.constant)}"
 
     def _once(self, item: Any, write: Callable[[Any], str] | None = None) -> str:
-        """Text of an object that several texts have, as of unrolled iterations."""
-        if id(item) not in self.known:
-            self.known[id(item)] = (item, (write or self._text)(item))
-        return self.known[id(item)][1]
+        """Returns an object's text, made once for the iterations of a scan."""
+        if id(item) not in self.texts:
+            self.texts[id(item)] = (item, (write or self._text)(item))
+        return self.texts[id(item)][1]
 
     def _text(self, item: Any) -> str:
         if isinstance(item, compat.ClosedJaxpr):
@@ -119,13 +119,13 @@ class Keys:
         return self._object(item)
 
     def _object(self, item: Any) -> str:
-        """Text of an object, by equality if it has one, and by name otherwise."""
+        """Returns the text of an object: its name, and one number for equal ones."""
         try:
             number = self.objects.setdefault(item, len(self.objects))
         except TypeError:  # not hashable: itself only
             number = self.objects.setdefault(id(item), len(self.objects))
         name = f"{type(item).__qualname__}:{_ADDRESS.sub('', repr(item))}"
-        self.known[id(item)] = item, f"{name}#{number}"
+        self.texts[id(item)] = item, f"{name}#{number}"
         return f"{name}#{number}"
 
     def _jaxpr(self, jaxpr: Any) -> str:
@@ -150,7 +150,7 @@ class Keys:
 
 
 def _is_plain_array(item: Any) -> bool:
-    """Whether it has numbers to compare: an array, or a literal of JAX."""
+    """Whether an item has numbers to compare: an array, or a literal of JAX."""
     if isinstance(item, type) or not hasattr(item, "__array__"):
         return False
     return not jnp.issubdtype(item.dtype, jax.dtypes.extended)

@@ -2,11 +2,11 @@
 
     free       cheap and of inputs alone: every program computes them again as needed
     forward    the others as traced; penalties next to the other use of their params
-    backward   what depends on the seed; gradients as soon as possible
+    backward   nodes that depend on the seed; gradients as soon as possible
 
 Invariant: nodes can be computed in this order, and it depends on the graph alone.
 Positions count the nodes of one direction; cut `c` lies before node `c`. A primitive
-that is not named here counts as expensive.
+that is not listed as light counts as expensive.
 """
 
 from collections import defaultdict, deque
@@ -30,8 +30,8 @@ _SCALAR_BYTES = 64
 # A result smaller than its params by this factor is kept, not computed again.
 _PARAMS_RATIO = 4
 
-_Used = TypeVar("_Used")
-_Made = TypeVar("_Made")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _Needs: TypeAlias = Mapping[Node, frozenset[Value]]
 _Pieces: TypeAlias = Mapping[Node, frozenset[Piece]]
 
@@ -52,7 +52,7 @@ class Stay(NamedTuple):
 
 
 def occupancy(num_calls: int, stays: Iterable[Stay]) -> np.ndarray:
-    """Returns the bytes of all stays during each call; int64, of shape (num_calls,)."""
+    """Returns the bytes of all stays in each call: int64, of shape (num_calls,)."""
     change = [0] * (num_calls + 1)
     for start, stop, size, _ in stays:
         change[start] += size
@@ -61,9 +61,9 @@ def occupancy(num_calls: int, stays: Iterable[Stay]) -> np.ndarray:
 
 
 def fill(occupied: np.ndarray, stays: Iterable[Stay], capacity: int) -> list[Stay]:
-    """Adds stays, in the order given, if there is room; returns those added.
+    """Adds stays for which there is room, one after another; returns those added.
 
-    One that ends after the last call goes on with the first ones, of the next step.
+    A stay that ends after the last call continues in the first ones, of the next step.
     """
     added = []
     for stay in stays:
@@ -79,15 +79,15 @@ class OrderedProgram:
     """A traced function, the order of its nodes, and the costs of cuts in it.
 
     Attributes:
-      traced: The function, of a part of a batch if there are several.
+      traced: The function, of one micro-batch if there are several.
       keys: Texts of the nodes.
       forward, backward: The nodes that are not free, in the order in which they run.
       free: Nodes that no segment has; segments consist of the others.
       light: Nodes cheap enough to be computed again from kept values.
       needs: Values of ordered nodes that a node reads, through free ones too.
-      pieces: Parts of params that a node reads, through free ones too.
-      sizes: Bytes of the parts of params that are read, and of complete gradients.
-      made: What functions that are `once` have made of it.
+      pieces: Pieces of params that a node reads, through free ones too.
+      sizes: Bytes of the pieces that are read, and of complete gradients.
+      cache: Results of functions that are `once`.
     """
 
     traced: Traced
@@ -100,7 +100,7 @@ class OrderedProgram:
     needs: _Needs
     pieces: _Pieces
     sizes: Mapping[Piece, int]
-    made: dict[Any, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     def piece_bytes(self, pieces: Iterable[Piece]) -> int:
         return sum(self.sizes[piece] for piece in pieces)
@@ -113,11 +113,11 @@ class OrderedProgram:
         inputs = [v for v in dict.fromkeys(values) if v.origin is not None]
         lines = self.keys.describe(inputs, graph.nodes, graph.outputs)
         origins = (str(value.origin) for value in inputs)
-        targets = "\n".join(map(str, graph.gradients))
+        pieces = "\n".join(map(str, graph.gradients))
         specs: list[str] = []
         if traced.mesh is not None:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
-        return stable_digest(chain(lines, origins, [targets], traced.names, specs))
+        return stable_digest(chain(lines, origins, [pieces], traced.names, specs))
 
     # --- the costs of cuts ---------------------------------------------------------
 
@@ -125,22 +125,22 @@ class OrderedProgram:
     def backward_cuts(self) -> np.ndarray:
         """The backward cut that belongs to each forward cut.
 
-        There, the part after the forward cut has its gradients and no longer needs its
-        params and values.
+        There, all nodes after the forward cut have their gradients, and their params
+        and values are needed no longer.
         """
         needs, pieces, forward = self.needs, self.pieces, self.forward
-        made = last_uses(node.outputs for node in forward)
+        maker = last_uses(node.outputs for node in forward)
         first_use = first_uses([pieces[node] for node in forward])
-        finished = defaultdict[Node | None, list[Piece]](list)
-        for target, value in self.graph.gradients.items():
-            finished[value.node] += [x for x in first_use if _overlaps(x, target)]
-        last = np.zeros(len(forward) + 2, np.int64)
+        completes = defaultdict[Node | None, list[Piece]](list)
+        for piece, value in self.graph.gradients.items():
+            completes[value.node] += [x for x in first_use if _overlaps(x, piece)]
+        ends = np.zeros(len(forward) + 2, np.int64)
         for j, node in enumerate(self.backward):
-            used = [first_use.get(x, -1) for x in (*pieces[node], *finished[node])]
-            used += [made[value] for value in needs[node] if value in made]
+            used = [first_use.get(x, -1) for x in (*pieces[node], *completes[node])]
+            used += [maker[value] for value in needs[node] if value in maker]
             latest = max(used, default=-1)
-            last[latest + 1] = max(last[latest + 1], j + 1)
-        cuts = np.maximum.accumulate(last[::-1])[::-1][1:]
+            ends[latest + 1] = max(ends[latest + 1], j + 1)
+        cuts = np.maximum.accumulate(ends[::-1])[::-1][1:]
         cuts[0] = len(self.backward)
         return cuts
 
@@ -160,23 +160,23 @@ class OrderedProgram:
     def kept_bytes(self) -> np.ndarray:
         """Cumulative bytes, by forward node, of results kept for backward."""
         kept = {value for node in self.backward for value in self.needs[node]}
-        own = (
+        sizes = (
             0 if node in self.light else num_bytes(kept.intersection(node.outputs))
             for node in self.forward
         )
-        return np.array([0, *accumulate(own)], np.int64)
+        return np.array([0, *accumulate(sizes)], np.int64)
 
 
-def once(make: Callable[..., _Made]) -> Callable[..., _Made]:
-    """Lets a function of an ordered program and of hashable values run but once."""
+def once(compute: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Lets a function of an ordered program and hashable values run once for each."""
 
-    @wraps(make)
-    def found(ready: OrderedProgram, *args: Hashable) -> _Made:
-        if (make, args) not in ready.made:
-            ready.made[make, args] = make(ready, *args)
-        return ready.made[make, args]
+    @wraps(compute)
+    def wrapped(ordered: OrderedProgram, *args: Hashable) -> _Result:
+        if (compute, args) not in ordered.cache:
+            ordered.cache[compute, args] = compute(ordered, *args)
+        return ordered.cache[compute, args]
 
-    return found
+    return wrapped
 
 
 def order_program(
@@ -187,9 +187,9 @@ def order_program(
     has_loss: bool = True,
     has_aux: bool = False,
 ) -> OrderedProgram:
-    """Traces a function, orders its nodes, and says what each cut would cost.
+    """Traces a function and orders its nodes.
 
-    Arguments and errors are those of `trace`; of a batch in parts `batch` is one part.
+    Arguments and errors are those of `trace`; `batch` is one micro-batch.
     """
     traced, closed = trace(fn, params, batch, has_loss=has_loss, has_aux=has_aux)
     graph = build_graph(traced, closed)
@@ -201,10 +201,10 @@ def order_program(
     free, light, after_seed = set[Node](), set[Node](), set[Node]()
     for node in graph.nodes:
         values, through = node.inputs, [v.node for v in node.inputs if v.node in free]
-        made = (v for v in values if v.node is not None and v.node not in free)
-        own = (v.origin for v in values if isinstance(v.origin, Piece))
-        needs[node] = frozenset(made).union(*map(needs.__getitem__, through))
-        pieces[node] = frozenset(own).union(*map(pieces.__getitem__, through))
+        computed = (v for v in values if v.node is not None and v.node not in free)
+        read = (v.origin for v in values if isinstance(v.origin, Piece))
+        needs[node] = frozenset(computed).union(*map(needs.__getitem__, through))
+        pieces[node] = frozenset(read).union(*map(pieces.__getitem__, through))
         if any(isinstance(v.origin, Seed) or v.node in after_seed for v in values):
             after_seed.add(node)
         params_bytes = sum(sizes[piece] for piece in pieces[node])
@@ -235,48 +235,47 @@ def _is_free(node: Node, needs: Set[Value], params: Set[Piece]) -> bool:
     out_bytes = num_bytes(node.outputs)
     # If a count or a key depends on the previous layer's, computing it again would
     # start at the first layer, in longer and longer programs.
-    is_made_of = any(value.constant is None for value in node.inputs)
-    is_count = is_made_of and not params and out_bytes <= _SCALAR_BYTES
-    is_spread = any(
+    has_operands = any(value.constant is None for value in node.inputs)
+    is_count = has_operands and not params and out_bytes <= _SCALAR_BYTES
+    is_broadcast = any(
         num_bytes(needs) <= limit < out_bytes for limit in (_TINY_BYTES, _SCALAR_BYTES)
     )
-    return is_spread or not (needs or is_count)
+    return is_broadcast or not (needs or is_count)
 
 
-def first_uses(uses: Sequence[Iterable[_Used]]) -> dict[_Used, int]:
-    """Returns the number of the first of `uses` that has each."""
-    return {one: i for i in reversed(range(len(uses))) for one in uses[i]}
+def first_uses(uses: Sequence[Iterable[_Item]]) -> dict[_Item, int]:
+    """Returns for each item the number of the first of `uses` that has it."""
+    return {item: i for i in reversed(range(len(uses))) for item in uses[i]}
 
 
-def last_uses(uses: Iterable[Iterable[_Used]]) -> dict[_Used, int]:
-    """Returns the number of the last of `uses` that has each."""
-    return {one: i for i, own in enumerate(uses) for one in own}
+def last_uses(uses: Iterable[Iterable[_Item]]) -> dict[_Item, int]:
+    """Returns for each item the number of the last of `uses` that has it."""
+    return {item: i for i, items in enumerate(uses) for item in items}
 
 
 def _live_bytes(nodes: Sequence[Node], needs: _Needs) -> np.ndarray:
     """Bytes of the values of one direction that cross each cut in it."""
-    made = last_uses(node.outputs for node in nodes)
+    maker = last_uses(node.outputs for node in nodes)
     last = last_uses(needs[node] for node in nodes)
-    both = made.keys() & last.keys()
-    stays = (Stay(made[v] + 1, last[v] + 1, v.num_bytes) for v in both)
+    crossing = maker.keys() & last.keys()
+    stays = (Stay(maker[v] + 1, last[v] + 1, v.num_bytes) for v in crossing)
     return occupancy(len(nodes) + 1, stays)
 
 
-def _overlaps(piece: Piece, target: Piece) -> bool:
-    """Whether one of two pieces contains the other."""
-    index, own = target.index, piece.index
-    is_inside = index[: len(own)] == own or own[: len(index)] == index
-    if piece.leaf != target.leaf or not is_inside:
+def _overlaps(piece: Piece, other: Piece) -> bool:
+    """Whether a piece overlaps another one, which has all rows."""
+    depth = min(len(piece.index), len(other.index))
+    if piece.leaf != other.leaf or piece.index[:depth] != other.index[:depth]:
         return False
-    if piece.rows is None or len(index) <= len(own):
+    if piece.rows is None or len(other.index) <= len(piece.index):
         return True
-    return piece.rows[0] <= index[len(own)] < piece.rows[1]
+    return piece.rows[0] <= other.index[len(piece.index)] < piece.rows[1]
 
 
 def _penalties_early(
     forward: Sequence[Node], needs: _Needs, pieces: _Pieces
 ) -> list[Node]:
-    """Moves reductions of params next to another use, so that one fetch serves both."""
+    """Moves reductions of params next to another use, so that one read serves both."""
     penalties = {
         node: None
         for node in forward
@@ -307,13 +306,13 @@ def _gradients_early(
     Otherwise a cast of all params, whose transposes come last, would hold every
     gradient until the end.
     """
-    read_by_others = {value.node for value in graph.results}
+    needed = {value.node for value in graph.results}
     early: set[Node] = set()
     for node in reversed(backward):
-        if node in light and node not in read_by_others:
+        if node in light and node not in needed:
             early.add(node)
         else:
-            read_by_others.update(value.node for value in needs[node])
+            needed.update(value.node for value in needs[node])
     return _by_need(backward, needs, eager=early)
 
 
@@ -325,7 +324,10 @@ def _by_need(
 ) -> list[Node]:
     """Returns nodes in their order, but each after what it needs and after its host.
 
-    Those that wait for each other are left out.
+    Nodes that wait for each other are left out.
+
+    Args:
+      eager: Nodes that come as soon as they can.
     """
     missing: dict[Node, set[Node]] = {node: set() for node in nodes}
     readers: defaultdict[Node, list[Node]] = defaultdict(list)
@@ -334,13 +336,13 @@ def _by_need(
         if other in missing and other not in missing[node]:
             missing[node].add(other)
             readers[other].append(node)
-    asked, order = set(eager), dict[Node, None]()
+    may_come, order = set(eager), dict[Node, None]()
     for node in nodes:
-        asked.add(node)
+        may_come.add(node)
         ready = deque([] if missing[node] else [node])
         while ready:
             current = ready.popleft()
-            if current not in asked or current in order:
+            if current not in may_come or current in order:
                 continue
             order[current] = None
             for reader in readers[current]:

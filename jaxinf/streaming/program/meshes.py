@@ -1,12 +1,13 @@
 """The JAX devices of a streamed program: one mesh or none, and its inputs' shardings.
 
-Invariant: with a mesh, every input of a program is sharded over it. An input that says
-nothing is replicated.
+Invariant: with a mesh, every input of a program is sharded over it, and an input
+without a sharding is replicated.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
     """Returns the sharding of an array over several devices; None if it is on one.
 
     Raises:
-      StreamError: It is on several devices in another way.
+      StreamError: It is on several devices without a NamedSharding.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or isinstance(leaf, compat.Tracer):
@@ -47,21 +48,21 @@ def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
     Raises:
       StreamError: They are on several meshes.
     """
-    found: dict[Mesh, str] = {}  # with the first array on each
+    meshes: dict[Mesh, str] = {}  # with the name of the first array on each
     for whole, tree in (("params", params), ("the batch", batch)):
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = path_name(path, whole)
             sharding: Any = sharding_of(name, leaf)
             if sharding is not None:
-                found.setdefault(sharding.mesh, name)
-    if len(found) > 1:
-        (mesh, name), (other, its), *_ = found.items()
+                meshes.setdefault(sharding.mesh, name)
+    if len(meshes) > 1:
+        (mesh, name), (other_mesh, other_name), *_ = meshes.items()
         raise StreamError(
             f"jaxinf.stream: expected arrays on one mesh, found {name} on "
-            f"{mesh_text(mesh)} and {its} on {mesh_text(other)}; put all params and "
-            "the batch on one"
+            f"{mesh_text(mesh)} and {other_name} on {mesh_text(other_mesh)}; put all "
+            "params and the batch on one"
         )
-    mesh = next(iter(found), compat.mesh_in_use())
+    mesh = next(iter(meshes), compat.mesh_in_use())
     return mesh if mesh.size > 1 else None
 
 
@@ -95,11 +96,11 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
     """Returns the mesh of a traced program: the known one, or one that only it sets.
 
     Raises:
-      StreamError: The program uses the devices of another mesh.
+      StreamError: The program uses other devices than the known mesh.
     """
     values = (v for eqn in compat.all_equations(closed) for v in eqn.params.values())
     params = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
-    for mesh in (getattr(one, "mesh", one) for own in params for one in own):
+    for mesh in (getattr(x, "mesh", x) for x in chain.from_iterable(params)):
         if not (isinstance(mesh, Mesh) and mesh.size > 1):
             continue
         known = mesh if known is None else known
@@ -113,12 +114,12 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
 
 
 def on_mesh(leaves: Sequence[Any], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
-    """Returns abstract values with a sharding each: their own, or replicated."""
+    """Returns abstract values with shardings; those without one are replicated."""
     if mesh is None:
         return list(leaves)
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     return [
-        leaf if leaf.sharding is not None else leaf.update(sharding=whole)
+        leaf if leaf.sharding is not None else leaf.update(sharding=replicated)
         for leaf in leaves
     ]
 
@@ -132,9 +133,9 @@ def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
     """
     if shardings is None:
         return avals
-    found, tree = jax.tree.flatten(shardings)
-    is_each_one = all(isinstance(one, NamedSharding) for one in found)
-    if tree != jax.tree.structure(avals) or not is_each_one:
+    leaves, tree = jax.tree.flatten(shardings)
+    are_named = all(isinstance(leaf, NamedSharding) for leaf in leaves)
+    if tree != jax.tree.structure(avals) or not are_named:
         raise StreamError(
             "shardings: expected a NamedSharding for each leaf of the params, in a "
             f"tree {jax.tree.structure(avals)}, found {tree}"
@@ -148,19 +149,18 @@ def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
 
 
 def without_shardings(avals: PyTree) -> PyTree:
-    """Returns abstract values of the same arrays on one device."""
     return jax.tree.map(lambda leaf: leaf.update(sharding=None), avals)
 
 
 def struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Returns a value's type with a sharding, as an argument of a trace."""
+    """Returns an abstract value with a sharding, as an argument of a trace."""
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
     )
 
 
 def typed_sharding(aval: Any) -> Any:
-    """Returns the sharding in a value's type, on a mesh with explicit axes, or None."""
+    """Returns the sharding in an abstract value, on a mesh with explicit axes."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return None
@@ -168,7 +168,7 @@ def typed_sharding(aval: Any) -> Any:
 
 
 def item_aval(aval: Any) -> Any:
-    """Returns the type of an element along the leading axis."""
+    """Returns the abstract value of an element along the leading axis."""
     sharding = typed_sharding(aval)
     if sharding is None:
         return aval.update(shape=aval.shape[1:])

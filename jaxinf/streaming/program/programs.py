@@ -1,9 +1,9 @@
 """Segments as programs: the nodes, inputs and outputs of each, and its compilation.
 
-Invariant: a program has the nodes of its own segment, the free nodes that they need,
-and, in backward, the cheap forward nodes of the segment. All other values are inputs.
-Options of compilation depend on the program and on JAX alone, not on a policy or a
-budget, so all plans that run a program run it with the same bits.
+Invariant: a program has the nodes of its segment, the free nodes that they need and, in
+backward, the light forward nodes of the segment. All other values are inputs. Options
+of compilation depend on the program and on JAX alone, so it has the same bits under any
+policy and budget.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.program import Node, Value, ancestors, evaluate, graph_of
-from jaxinf.streaming.program.graph import Number, Piece, aval_bytes
+from jaxinf.program import Node, Value, ancestors, aval_bytes, evaluate, graph_of
+from jaxinf.streaming.program.graph import Number, Piece
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import OrderedProgram, once
 from jaxinf.streaming.program.meshes import struct, typed_sharding
@@ -28,7 +28,7 @@ _LARGE_BYTES = 32 << 20
 # The product of arrays with fewer axes is summed in tiles, and takes no memory
 # (docs/decisions.md, "Sums of large products").
 _NUM_AXES = 4
-# Machine code in less time, for arrays in the same memory.
+# Compiles in less time, with arrays in the same memory.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 
 
@@ -37,8 +37,8 @@ class Program:
     """One function that is compiled and called.
 
     Attributes:
-      direction: "forward" or "backward", or what else it is for: "sum" adds up
-        gradients of parts, and "free" makes results that no segment makes.
+      direction: "forward" or "backward"; "sum" adds up gradients of micro-batches, and
+        "free" computes results that no segment has.
       segment: Number of its segment; -1 for none.
       inputs: Values that it reads: params, batch, other programs' outputs.
       nodes: Nodes in order; none in a program `without_nodes`.
@@ -59,9 +59,12 @@ class Program:
 
     @cached_property
     def params(self) -> tuple[tuple[Piece, int], ...]:
-        """The parts of params that it reads, in the order of its inputs, and bytes."""
-        own = (v for v in self.inputs if isinstance(v.origin, Piece))
-        return tuple((value.origin, value.num_bytes) for value in own)
+        """The pieces of params that it reads, in the order of its inputs, and bytes."""
+        return tuple(
+            (value.origin, value.num_bytes)
+            for value in self.inputs
+            if isinstance(value.origin, Piece)
+        )
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
@@ -83,7 +86,7 @@ class Programs(NamedTuple):
 
     Attributes:
       backward: One for each segment; None for a segment without backward nodes.
-      free: Programs of results and gradients that no segment makes.
+      free: Programs of results and gradients that no segment has.
     """
 
     forward: tuple[Program, ...]
@@ -92,25 +95,25 @@ class Programs(NamedTuple):
 
 
 @once
-def make_programs(ready: OrderedProgram, cuts: tuple[int, ...]) -> Programs:
-    """Makes the programs of the segments between `cuts`."""
-    graph, free, keys = ready.graph, ready.free, ready.keys
-    back = [int(ready.backward_cuts[cut]) for cut in cuts]
-    segments = [ready.forward[start:end] for start, end in pairwise(cuts)]
-    made = [v for v in dict.fromkeys(graph.outputs) if v.node in free]
-    alone = [program_of("free", [v], keys, is_own=free.__contains__) for v in made]
-    wanted = {*graph.outputs, *(v for program in alone for v in program.inputs)}
+def make_programs(ordered: OrderedProgram, cuts: tuple[int, ...]) -> Programs:
+    graph, free, keys = ordered.graph, ordered.free, ordered.keys
+    backward_cuts = [int(ordered.backward_cuts[cut]) for cut in cuts]
+    segments = [ordered.forward[start:end] for start, end in pairwise(cuts)]
+    is_free = free.__contains__
+    outputs = [v for v in dict.fromkeys(graph.outputs) if is_free(v.node)]
+    free_programs = [program_of("free", [v], keys, is_inside=is_free) for v in outputs]
+    wanted = {*graph.outputs, *(v for x in free_programs for v in x.inputs)}
 
     def make(
         direction: str, k: int, nodes: Sequence[Node], light: Set[Node] = frozenset()
     ) -> Program:
-        own = {*nodes, *light}
+        inside = {*nodes, *light}
         program = program_of(
             direction,
             [v for node in nodes for v in node.outputs if v in wanted],
             keys,
             first=nodes,
-            is_own=lambda node: node in own or node in free,
+            is_inside=lambda node: node in inside or node in free,
             segment=k,
         )
         wanted.update(program.inputs)
@@ -118,31 +121,31 @@ def make_programs(ready: OrderedProgram, cuts: tuple[int, ...]) -> Programs:
 
     backward = list[Program | None]()
     for k, segment in enumerate(segments):
-        nodes, light = ready.backward[back[k + 1] : back[k]], ready.light & {*segment}
-        program = make("backward", k, nodes, light)
+        nodes = ordered.backward[backward_cuts[k + 1] : backward_cuts[k]]
+        program = make("backward", k, nodes, ordered.light & {*segment})
         backward.append(program if program.outputs else None)
     forward = [make("forward", k, segments[k]) for k in reversed(range(len(segments)))]
-    return Programs(tuple(forward[::-1]), tuple(backward), tuple(alone))
+    return Programs(tuple(forward[::-1]), tuple(backward), tuple(free_programs))
 
 
 @once
 def sum_program(
-    ready: OrderedProgram, avals: tuple[Any, ...], is_first: bool, count: int | None
+    ordered: OrderedProgram, avals: tuple[Any, ...], is_first: bool, count: int | None
 ) -> Program:
-    """Returns what adds the gradients of a part to those before it.
+    """Returns the program that adds a micro-batch's gradients to those before it.
 
-        part 1          gradient                    waits
-        parts 2 … k-1   sum + gradient ─► sum       in the sum's memory
-        part k          (sum + gradient) / k        the mean, in the gradient's dtype
+        micro-batch 1           gradient                    waits
+        micro-batches 2 … k-1   sum + gradient ─► sum       in the sum's memory
+        micro-batch k           (sum + gradient) / k        in the gradient's dtype
 
     It is a program of its own, since XLA may round a sum differently if it computes its
     terms, too. Sums are in float32, or in the gradient's dtype if that is longer. It
-    takes sums, then gradients, and the number of parts at the last.
+    takes sums, then gradients, and for the means the number of micro-batches.
 
     Args:
       avals: Types of the gradients.
-      is_first: Whether the sums are one part's gradients.
-      count: Number of parts, for the means; None for sums.
+      is_first: Whether the sums are the first micro-batch's gradients.
+      count: Number of micro-batches, for the means; None for sums.
     """
     added = [struct(aval, typed_sharding(aval)) for aval in avals]
     wide = [a.update(dtype=np.promote_types(a.dtype, np.float32)) for a in added]
@@ -150,14 +153,14 @@ def sum_program(
     def run(
         sums: Sequence[jax.Array], added: Sequence[jax.Array], count: jax.Array | None
     ) -> Iterator[jax.Array]:
-        for one, other, to, aval in zip(sums, added, wide, avals, strict=True):
-            total = one.astype(to.dtype) + other.astype(to.dtype)
+        for x, y, to, aval in zip(sums, added, wide, avals, strict=True):
+            total = x.astype(to.dtype) + y.astype(to.dtype)
             if count is None:
                 yield total
                 continue
-            # XLA would multiply by the inverse of a number that is the same for all.
-            each = jnp.where(jnp.isnan(total), total, count.astype(total.dtype))
-            yield jnp.divide(total, each).astype(aval.dtype)
+            # XLA would multiply by the inverse of a divisor that all elements share.
+            divisor = jnp.where(jnp.isnan(total), total, count.astype(total.dtype))
+            yield jnp.divide(total, divisor).astype(aval.dtype)
 
     number = None if count is None else jax.ShapeDtypeStruct((), np.int32)
     closed = jax.make_jaxpr(lambda *args: [*run(*args)])(
@@ -166,7 +169,7 @@ def sum_program(
     graph = graph_of(closed)
     if count is not None:
         graph.inputs[-1].origin = Number(count)
-    key = ready.keys.program(graph.inputs, graph.nodes, graph.outputs)
+    key = ordered.keys.program(graph.inputs, graph.nodes, graph.outputs)
     return Program("sum", -1, graph.inputs, graph.nodes, graph.outputs, key)
 
 
@@ -179,13 +182,13 @@ def compile_program(
     is_deterministic: bool = True,
     is_run: bool = True,
 ) -> Any:
-    """Compiles `program`; blocks.
+    """Compiles a program; blocks.
 
     Args:
-      donated: Inputs whose memory an output may reuse.
+      donated: Numbers of inputs whose memory an output may reuse.
       inputs: Shardings of its inputs; none for one device.
       outputs: Shardings that outputs must have, None where JAX chooses one.
-      is_run: Whether it is compiled to run, not only for the memory that it takes.
+      is_run: Whether it will run; else it is compiled for its memory analysis alone.
     """
 
     def run(*args: jax.Array) -> list[jax.Array]:
@@ -197,7 +200,7 @@ def compile_program(
         run, donate_argnums=tuple(donated), out_shardings=[*outputs] or None
     )
     pairs = zip(program.inputs, inputs or [None] * len(program.inputs), strict=True)
-    traced = jitted.trace(*(struct(value.aval, own) for value, own in pairs))
+    traced = jitted.trace(*(struct(value.aval, sharding) for value, sharding in pairs))
     if jax.default_backend() != "cpu":
         options = compat.deterministic_options(is_deterministic)
     else:
@@ -208,8 +211,10 @@ def compile_program(
 
 
 def _sums_large_products(closed: Any) -> bool:
-    """Whether two large arrays are multiplied and the product summed, as in softmax's
-    backward part; XLA's library on a CPU then holds the product in its own memory."""
+    """Whether a product of large arrays is summed, as in the gradient of softmax.
+
+    XLA's library for CPUs then holds the product in memory of its own.
+    """
     products: set[int] = set()
     for eqn in compat.all_equations(closed):
         name, operand = eqn.primitive.name, id(eqn.invars[0]) if eqn.invars else 0
@@ -228,7 +233,7 @@ def _is_large(aval: Any) -> bool:
 def bytes_beside(program: Program, executable: Any) -> int:
     """Returns the memory that a program takes beside its inputs and outputs.
 
-    Temporaries, as XLA reports them; and what a TPU adds to arrays to fill its tiles.
+    These are XLA's temporaries, and a TPU's padding of arrays to its tiles.
     """
     memory = executable.memory_analysis()
     if jax.default_backend() == "cpu":
@@ -238,7 +243,7 @@ def bytes_beside(program: Program, executable: Any) -> int:
         memory.output_size_in_bytes - sum(program.output_bytes),
     )
     # Of a mesh's device these are parts of the arrays.
-    return memory.temp_size_in_bytes + sum(max(0, one) for one in padding)
+    return memory.temp_size_in_bytes + sum(max(0, x) for x in padding)
 
 
 def program_of(
@@ -246,17 +251,17 @@ def program_of(
     outputs: Sequence[Value],
     keys: Keys,
     first: Sequence[Node] = (),
-    is_own: Callable[[Node], bool] = lambda node: True,
+    is_inside: Callable[[Node], bool] = lambda node: True,
     *,
     segment: int = -1,
 ) -> Program:
-    """Returns the program of `outputs`.
+    """Returns the program that computes values.
 
     Args:
       first: Nodes that come in this order; others come when they are needed.
-      is_own: Whether a node is computed here; results of others are inputs.
+      is_inside: Whether the program computes a node; results of others are inputs.
     """
-    needed = ancestors(outputs, is_own)
+    needed = ancestors(outputs, is_inside)
     roots = [node for node in first if node in needed]
     roots += [v.node for v in outputs if v.node is not None]
     inputs = {v: None for v in outputs if v.origin is not None}
@@ -267,7 +272,7 @@ def program_of(
         for value in () if node in order else node.inputs:
             if value.constant is not None:
                 continue
-            if value.node is None or not is_own(value.node):
+            if value.node is None or not is_inside(value.node):
                 inputs.setdefault(value)
             elif value.node not in order:
                 pending.append(value.node)

@@ -1,7 +1,7 @@
 """Traces a loss function together with its gradient, or another function alone.
 
-Invariant: unsupported functions are refused here by name, before anything is planned or
-stored.
+Invariant: an unsupported function is refused here, before anything is planned or
+stored, and the error names what is not supported.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,11 @@ class Traced:
     """A traced `value_and_grad`, or another function.
 
     Attributes:
-      params: Their abstract values; with a mesh each has a sharding over it.
-      batch: Abstract values of the batch's leaves; shardings as of `params`.
+      params: Abstract values of the params' leaves, on a mesh with shardings.
+      batch: The same of the batch's leaves.
       mesh: The devices; None for one.
-      consts: Arrays that the loss function, or one that it calls, closed over.
-      seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
-        no loss.
+      consts: The arrays of `closed_over`.
+      seed_dtype: Dtype of the loss and its cotangent; None if there is no loss.
     """
 
     names: tuple[str, ...]
@@ -50,17 +49,17 @@ class Traced:
 
 
 def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """The leaves of params as abstract values.
+    """Returns the leaves of params as abstract values.
 
     Raises:
-      StreamError: One of them is not an array of floating-point numbers.
+      StreamError: A leaf is not an array of floating-point numbers.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
-        found = leaf.dtype if _is_array(leaf) else type(leaf).__name__
-        if not _is_array(leaf) or not jnp.issubdtype(found, jnp.floating):
+        dtype = leaf.dtype if _is_array(leaf) else type(leaf).__name__
+        if not _is_array(leaf) or not jnp.issubdtype(dtype, jnp.floating):
             raise StreamError(
                 f"params leaf {path_name(path)}: expected an array of floating-point "
-                f"numbers, which have a gradient, found {found}; put other values into "
+                f"numbers, which have a gradient, found {dtype}; put other values into "
                 "the batch, and return new ones as aux, or close over them (Equinox: "
                 "equinox.partition(model, equinox.is_inexact_array); NNX: "
                 "nnx.split(model, nnx.Param, ...))"
@@ -69,15 +68,13 @@ def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """`tree` with each array replaced by its shape and dtype.
-
-    Those on several devices have a sharding, too.
+    """Returns a tree's shapes and dtypes, with shardings of arrays on several devices.
 
     Raises:
-      StreamError: An array is on several devices in another way.
+      StreamError: An array is on several devices without a NamedSharding.
     """
 
-    def of(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    def aval_of(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
         if not _is_array(leaf):
             leaf = np.asarray(leaf, jax.dtypes.result_type(leaf))
         sharding = sharding_of(path_name(path, "the array"), leaf)
@@ -85,7 +82,7 @@ def abstract(tree: PyTree) -> PyTree:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return jax.tree_util.tree_map_with_path(aval_of, tree)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -109,8 +106,8 @@ def trace(
       batch: Tree of arrays or abstract values.
 
     Returns:
-      What is known of it, and its jaxpr: from params, batch and seed to loss, aux and
-      gradients. That of another function is from params and batch to aux.
+      The traced function, and its jaxpr: from params, batch and seed to loss, aux and
+      gradients; of another function from params and batch to aux.
 
     Raises:
       StreamError: A leaf of params is not a floating array, the loss is not a scalar,
@@ -132,26 +129,26 @@ def trace(
         value, pull_back, aux = jax.vjp(pair, params, has_aux=True)
         return value, aux, pull_back(seed.astype(value.dtype))
 
-    given, seed_dtype = (on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)), None
+    args, seed_dtype = (on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)), None
     make = jax.make_jaxpr(loss_and_gradients if has_loss else flat, return_shape=True)
 
-    def with_seed(dtype: Any) -> Any:
-        return make(*given, *on_mesh([jax.ShapeDtypeStruct((), dtype)], mesh))
+    def make_with_seed(dtype: Any) -> Any:
+        return make(*args, *on_mesh([jax.ShapeDtypeStruct((), dtype)], mesh))
 
     if has_loss:
-        closed, (loss, aux, _) = with_seed(np.float32)
+        closed, (loss, aux, _) = make_with_seed(np.float32)
         if loss.dtype != np.float32:  # again, so that no cotangent is cast
-            closed, (loss, aux, _) = with_seed(loss.dtype)
+            closed, (loss, aux, _) = make_with_seed(loss.dtype)
         seed_dtype = loss.dtype
     else:
-        closed, aux = make(*given)
-    mesh = mesh_in_program(closed, mesh)  # which only it may name
+        closed, aux = make(*args)
+    mesh = mesh_in_program(closed, mesh)  # the program alone may name one
     check_effects(closed)
     traced = Traced(
         names=tuple(path_name(path) for path, _ in jax.tree.leaves_with_path(params)),
-        params=tuple(on_mesh(given[0], mesh)),
+        params=tuple(on_mesh(args[0], mesh)),
         params_tree=params_tree,
-        batch=tuple(on_mesh(given[1], mesh)),
+        batch=tuple(on_mesh(args[1], mesh)),
         mesh=mesh,
         consts=closed_over(closed),
         aux_tree=jax.tree.structure(aux),
@@ -165,7 +162,7 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
     if has_aux and not is_pair:
         raise StreamError(
             "the loss function: expected a pair (loss, aux) because of has_aux=True, "
-            f"found {_described(out)}; return the pair, or leave has_aux out"
+            f"found {_describe(out)}; return the pair, or leave has_aux out"
         )
     result: tuple[Any, PyTree] = out if has_aux else (out, ())
     loss, aux = result
@@ -178,12 +175,12 @@ def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
             hint = "pass has_aux=True if it returns (loss, aux)"
         raise StreamError(
             "the loss function: expected a floating-point scalar, found "
-            f"{_described(loss)}; {hint}"
+            f"{_describe(loss)}; {hint}"
         )
     return loss, aux
 
 
-def _described(out: Any) -> str:
+def _describe(out: Any) -> str:
     if not hasattr(out, "shape"):
         return f"a {type(out).__name__}"
     return f"an array of {out.dtype} of shape {out.shape}"
@@ -206,11 +203,11 @@ def check_effects(closed: Any, name: str = "the function") -> None:
 
 
 def closed_over(closed: Any) -> tuple[Any, ...]:
-    """Returns the arrays that a function, and those that it calls, close over.
+    """Returns the arrays that a function, and the functions it calls, close over.
 
-    The innermost come first, as the numbers of constants in kept plans want it.
+    The innermost come first: kept plans number constants in this order.
     """
-    inner = [one for eqn in closed.jaxpr.eqns for one in inner_jaxprs(eqn.params)]
-    called = [closed_over(one) for one in inner if isinstance(one, ClosedJaxpr)]
-    found = *chain.from_iterable(called[::-1]), *closed.consts
-    return tuple({id(const): const for const in found}.values())
+    inner = [x for eqn in closed.jaxpr.eqns for x in inner_jaxprs(eqn.params)]
+    called = [closed_over(x) for x in inner if isinstance(x, ClosedJaxpr)]
+    consts = *chain.from_iterable(called[::-1]), *closed.consts
+    return tuple({id(const): const for const in consts}.values())

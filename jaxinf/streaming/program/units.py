@@ -1,11 +1,10 @@
-"""The parts of params that programs read, in a store's leaves.
+"""Units of params: what a step reads from a store, holds and updates alone.
 
     memory   [ shard 0 | shard 1 | … ]      devices 0 … read shard 0 in place,
               each on an aligned address     so replicas take no memory of their own
 
-Invariant: a unit consists of whole chunks of the store, so it is read, updated and held
-alone; on several devices in its distinct shards. Replicas of a shard have the same
-bits, so one of them is enough.
+Invariant: a unit consists of whole chunks of the store. On several devices it is held
+by its distinct shards, since replicas of a shard have the same bits.
 """
 
 import math
@@ -27,7 +26,7 @@ from jaxinf.typing import Array
 PINNED = "pinned_host"
 """The kind of memory of the host from and to which devices copy."""
 
-SHARED = "putting params of several processes together"
+ASSEMBLING = "putting params of several processes together"
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
 MIN_SLICE_BYTES = 256 << 10
@@ -36,14 +35,13 @@ _ALIGNED_BYTES = 64  # XLA's CPU client copies arrays at other addresses
 
 @dataclass(frozen=True)
 class ParamUnit:
-    """A part of a leaf that moves alone.
+    """A leaf, or its slice at an index of its leading axes, that moves alone.
 
     Attributes:
-      index: Position on its leading axes; empty for the whole.
-      shape: Shape of the part, without the indexed axes.
+      shape: Without the indexed axes.
       dtype: Dtype of the params on the JAX device.
       sharding: Sharding over the mesh; None for one device.
-      is_divided: Whether the store moves each of its shards alone.
+      moves_by_shard: Whether the store moves each of its shards alone.
     """
 
     leaf: int
@@ -51,20 +49,18 @@ class ParamUnit:
     shape: tuple[int, ...]
     dtype: np.dtype = field(hash=False)
     sharding: NamedSharding | None = field(default=None, hash=False)
-    is_divided: bool = field(default=True, compare=False)
+    moves_by_shard: bool = field(default=True, compare=False)
 
-    def part(self, piece: Piece) -> Piece:
+    def piece_within(self, piece: Piece) -> Piece:
         """Returns the piece of the unit's array for a piece of the leaf."""
         return Piece(piece.leaf, piece.index[len(self.index) :], piece.rows)
-
-    # Its parts, and their places in the leaf.
 
     @property
     def whole(self) -> Box:
         return Box.of(None, self.shape)
 
     @cached_property
-    def _of_devices(self) -> Mapping[Any, Box]:
+    def _box_of_device(self) -> Mapping[Any, Box]:
         """The shard of each device of this process; none without a mesh."""
         if self.sharding is None:
             return {}
@@ -73,40 +69,38 @@ class ParamUnit:
 
     @cached_property
     def shards(self) -> tuple[Box, ...]:
-        """Its distinct shards in this process; one on one device."""
-        return tuple(dict.fromkeys(self._of_devices.values())) or (self.whole,)
+        """Its distinct shards in this process; the whole on one device."""
+        return tuple(dict.fromkeys(self._box_of_device.values())) or (self.whole,)
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The parts that the store moves: the shards, or all at once."""
-        return self.shards if self.is_divided else (self.whole,)
+    def stored_boxes(self) -> tuple[Box, ...]:
+        """What the store moves at a time: each shard, or the whole."""
+        return self.shards if self.moves_by_shard else (self.whole,)
 
     @property
-    def is_apart(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.shards != (self.whole,)
 
     @cached_property
-    def is_shared(self) -> bool:
-        """Whether several processes have a shard, of whose chunks each has some."""
+    def needs_assembly(self) -> bool:
+        """Whether a shard has chunks of several processes."""
         return any(len(x) > 1 for x in held_shards(self.sharding, self.shape).holders)
 
     def in_leaf(self, box: Box) -> Box:
-        """Returns a part of the unit as a part of the leaf."""
+        """Returns the leaf's box for a box of the unit."""
         return Box((*self.index, *box.start), (*(1 for _ in self.index), *box.shape))
 
     @property
     def place(self) -> Box:
-        """The whole unit as a part of the leaf."""
+        """The whole unit as a box of the leaf."""
         return self.in_leaf(self.whole)
-
-    # Its bytes.
 
     def _bytes_of(self, *boxes: Box) -> int:
         return sum(math.prod(box.shape) for box in boxes) * self.dtype.itemsize
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the params on this process's JAX devices, replicas once."""
+        """Bytes of its shards in this process, replicas counted once."""
         return self._bytes_of(*self.shards)
 
     @property
@@ -116,7 +110,7 @@ class ParamUnit:
     @property
     def device_bytes(self) -> int:
         """Bytes of its shards on this process's devices, each replica counted."""
-        return self._bytes_of(*self._of_devices.values())
+        return self._bytes_of(*self._box_of_device.values())
 
     @cached_property
     def page_bytes(self) -> int:
@@ -124,53 +118,60 @@ class ParamUnit:
         held_bytes = sum(_aligned(self._bytes_of(box)) for box in self.shards)
         return page_ceil(max(held_bytes, 1))
 
-    # Its arrays.
-
-    def views(self, memory: Array) -> tuple[Array, ...]:
-        """Returns the arrays of its shards in `page_bytes` from a page on."""
-        found, first = [], 0
+    def shard_views(self, memory: Array) -> tuple[Array, ...]:
+        """Returns its shards as arrays in `page_bytes` of page-aligned memory."""
+        views, start = [], 0
         for box in self.shards:
-            end = first + self._bytes_of(box)
-            found.append(memory[first:end].view(self.dtype).reshape(box.shape))
-            first = _aligned(end)
-        return tuple(found)
+            stop = start + self._bytes_of(box)
+            views.append(memory[start:stop].view(self.dtype).reshape(box.shape))
+            start = _aligned(stop)
+        return tuple(views)
 
-    def places(
+    def placements(
         self, shards: Sequence[Array | jax.Array], device: Any = None
     ) -> list[tuple[Array | jax.Array, Any]]:
-        """Returns shards with the devices that they go to, one for each replica."""
+        """Returns shards with the places they are put on, one for each replica.
+
+        Args:
+          device: The place of a unit without a mesh.
+        """
         if self.sharding is None:
             return [(shards[0], device)]
-        own = dict(zip(self.shards, shards, strict=True))
-        pairs = self._of_devices.items()
-        return [(own[box], SingleDeviceSharding(device)) for device, box in pairs]
+        shard_of = dict(zip(self.shards, shards, strict=True))
+        pairs = self._box_of_device.items()
+        return [(shard_of[box], SingleDeviceSharding(device)) for device, box in pairs]
 
-    def of_parts(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Returns the array of what is on its devices, in the order of `places`."""
+    def from_copies(self, copies: Sequence[jax.Array]) -> jax.Array:
+        """Returns the array of copies on devices, which are in `placements`' order."""
         if self.sharding is None:
-            return parts[0]
+            return copies[0]
         return jax.make_array_from_single_device_arrays(
-            self.shape, self.sharding, list(parts)
+            self.shape, self.sharding, list(copies)
         )
 
     def on_devices(self, shards: Sequence[Array]) -> jax.Array:
         """Puts its shards on their devices, which read them in place; blocks.
 
-        Of a shared unit all processes call it alike, each with zeros where others hold
-        the chunks; its shards are then filled.
+        If the unit needs assembly, all processes call this alike, each with zeros where
+        others hold the chunks; its shards are then filled.
         """
-        array = self.of_parts([jax.device_put(x, to) for x, to in self.places(shards)])
-        if not self.is_shared:
+        array = self._put(shards)
+        if not self.needs_assembly:
             return array
         array = jax.block_until_ready(assemble_shards(array))
-        found = {Box.of(s.index, self.shape): s.data for s in array.addressable_shards}
+        filled = {Box.of(s.index, self.shape): s.data for s in array.addressable_shards}
         for box, shard in zip(self.shards, shards, strict=True):
-            np.copyto(shard, np.asarray(found[box]))
-        return self.of_parts([jax.device_put(x, to) for x, to in self.places(shards)])
+            np.copyto(shard, np.asarray(filled[box]))
+        return self._put(shards)
+
+    def _put(self, shards: Sequence[Array]) -> jax.Array:
+        return self.from_copies(
+            [jax.device_put(x, to) for x, to in self.placements(shards)]
+        )
 
 
 UnitOf: TypeAlias = Callable[[Piece], ParamUnit]
-"""Returns the unit of a store that has a part of the params."""
+"""Returns the unit of a store that has a piece of the params."""
 
 
 def _aligned(num_bytes: int) -> int:
@@ -182,7 +183,7 @@ def units_of(
     can_move: Callable[[int, tuple[int, ...], tuple[int, ...]], bool],
     undivided: Container[int] = (),
 ) -> UnitOf:
-    """Returns what tells the units of a store.
+    """Returns the function that finds a store's units.
 
     Args:
       leaves: Abstract values of the params' leaves; with a mesh they have shardings.
@@ -192,7 +193,7 @@ def units_of(
     can_move = cache(can_move)
 
     @cache
-    def found(leaf: int, index: tuple[int, ...]) -> ParamUnit:
+    def unit_at(leaf: int, index: tuple[int, ...]) -> ParamUnit:
         aval, depth = leaves[leaf], len(index)
         # On its leading axes chunks have the length 1. The first box decides for all,
         # since the last one may be a partial chunk.
@@ -201,31 +202,29 @@ def units_of(
             leaf, origin, (*(1,) * depth, *aval.shape[depth:])
         ):
             depth -= 1
-        own = index[:depth]
-        sharding = piece_sharding(aval.sharding, Piece(leaf, own))
-        unit = ParamUnit(leaf, own, aval.shape[depth:], np.dtype(aval.dtype), sharding)
+        index = index[:depth]
+        sharding = piece_sharding(aval.sharding, Piece(leaf, index))
+        dtype = np.dtype(aval.dtype)
+        unit = ParamUnit(leaf, index, aval.shape[depth:], dtype, sharding)
         boxes = map(unit.in_leaf, unit.shards)
-        is_divided = not unit.is_apart or (
+        moves_by_shard = not unit.is_sharded or (
             leaf not in undivided
             and all(can_move(leaf, box.start, box.shape) for box in boxes)
         )
-        return replace(unit, is_divided=is_divided)
+        return replace(unit, moves_by_shard=moves_by_shard)
 
-    return lambda piece: found(piece.leaf, piece.index)
+    return lambda piece: unit_at(piece.leaf, piece.index)
 
 
-def shared_bytes(units: Iterable[ParamUnit]) -> int:
-    """Memory to put a unit together of which several processes have parts.
-
-    Each device of this process has the result, once.
-    """
-    return max((unit.device_bytes for unit in units if unit.is_shared), default=0)
+def assembly_bytes(units: Iterable[ParamUnit]) -> int:
+    """Returns the devices' memory to assemble the largest unit that needs it."""
+    return max((unit.device_bytes for unit in units if unit.needs_assembly), default=0)
 
 
 def part_counts(
     leaves: Sequence[jax.ShapeDtypeStruct], gradients: Iterable[Piece]
 ) -> list[tuple[int, ...]]:
-    """Returns for each leaf the number of parts along each axis, in a new store."""
+    """Returns the parts along each axis into which a new store divides each leaf."""
     depths = {piece.leaf: len(piece.index) for piece in gradients}
     counts = []
     for leaf, aval in enumerate(leaves):

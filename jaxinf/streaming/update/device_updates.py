@@ -2,11 +2,11 @@
 
     buffer ─ pinned ─► device: the optimizer's own equations ─ pinned ─► buffer
 
-Invariant: the device has room for a fixed number of subgroups, and the thread of each
-waits for its copies, so one's copies hide behind another's update. On a CPU the bits
-are those of the host's kernels. What a run was asked for and cannot have is refused
-before a store is made or changed, and a resumed run keeps to the k that its commit
-records. k is measured once, in the first steps of a store.
+Invariant: the device has room for a fixed number of subgroups. The thread of each
+subgroup waits for its copies, so they hide behind another's update. On a CPU the bits
+are those of the host's kernels. An option that a run cannot have is refused before a
+store is made or changed. k is measured once, in the first steps of a store, and a
+resumed run keeps to the k that its commit records.
 """
 
 import logging
@@ -43,21 +43,21 @@ from jaxinf.typing import FLOAT32, Array
 
 _LOG = logging.getLogger("jaxinf")
 
-NUM_ROOMS = 3
+NUM_ON_DEVICE = 3
 """Subgroups on the device: one goes up, one is updated, one comes down."""
 
 NUM_UNDER_WAY = 4
-"""Units whose updates are under way at a time, where a device computes some."""
+"""Units whose updates are under way at a time, if the device computes some."""
 
 NUM_TRIED = 7
 """Steps that try shares of the updates before k is chosen."""
 
-LEAST_ELEMENTS = 1 << 16
-"""Shorter subgroups stay with the CSDs: an update of theirs is over before a call of
-another processor has begun."""
+MIN_ELEMENTS = 1 << 16
+"""Shorter subgroups stay with the CSDs: their update is over before a call of another
+processor has begun."""
 
-# What the device has to save, of the time of the updates.
-_LEAST_GAIN = 0.05
+# The share of the updates' time that the device has to save.
+_MIN_GAIN = 0.05
 
 
 # --- which subgroups -----------------------------------------------------------------
@@ -66,14 +66,14 @@ _LEAST_GAIN = 0.05
 def device_interval(
     every: Any, store: Store, *, replan: bool, is_compressed: bool
 ) -> int | Literal["auto"]:
-    """Returns k, that of the store's last step by default; 0 for no updates there.
+    """Returns k, by default that of the store's last step; 0 for no updates there.
 
-    "auto", to measure it, becomes what a store with steps has.
+    "auto", to measure k, becomes the k of a store that has steps.
 
     Raises:
-      ValueError: It is no number, or the host cannot give updates away; names the
+      ValueError: k is no number, or the host cannot give updates away; names the
         remedy.
-      StreamError: The store's commit records another.
+      StreamError: The store's commit records another k.
     """
     is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 0
     if not (every is None or every == "auto" or is_number):
@@ -84,25 +84,27 @@ def device_interval(
     engine, remedy = engine_of(store), "leave device_updates out"
     last = None if engine.is_new else engine.files.finished
     if last is not None and last.step:
-        kept = last.device_updates
+        recorded = last.device_updates
         if every == "auto":  # it is chosen once
             every = None
-        if every not in (None, kept) and not replan:
+        if every not in (None, recorded) and not replan:
             raise StreamError(
-                f"{store.path}: its last step was computed with device_updates={kept}, "
-                f"found device_updates={every}; leave it out to go on as before, or "
-                "give replan=True to go on with another choice (bits on an accelerator "
-                "then differ from here on)"
+                f"{store.path}: its last step was computed with device_updates="
+                f"{recorded}, found device_updates={every}; leave it out to go on as "
+                "before, or give replan=True to go on with another choice (bits on an "
+                "accelerator then differ from here on)"
             )
-        if every is None and kept:
-            every, remedy = kept, "give 0 for device_updates and replan=True"
+        if every is None and recorded:
+            every, remedy = recorded, "give 0 for device_updates and replan=True"
     csd, compressed = engine.options.csd, "the host updates with compressed gradients"
-    for is_so, found, other in (
+    for is_refused, reason, other in (
         (csd.has_cards, f'on csd="{csd.kind}" cards update state', 'use csd="host"'),
         (is_compressed, compressed, "leave compress out"),
     ):
-        if every and is_so:
-            raise ValueError(f"device_updates={every!r}: {found}; {remedy}, or {other}")
+        if every and is_refused:
+            raise ValueError(
+                f"device_updates={every!r}: {reason}; {remedy}, or {other}"
+            )
     return every or 0
 
 
@@ -116,16 +118,11 @@ def device_share(
 ) -> Assignment:
     """Returns the subgroups of a run whose updates the device computes.
 
-    If k is to be measured, these are all that it can compute, and "auto" is their k.
-
-    Args:
-      kernels: The update of each leaf.
-      is_alone: Whether the run has one process.
-      mesh: The devices of the run; None for one.
+    If k is to be measured, these are all that the device can compute, with k "auto".
 
     Raises:
-      StreamError: There are several devices, or processes; or the device can compute
-        none of the subgroups, and was told to.
+      StreamError: There are several devices, or processes; or k is given, and the
+        device can compute none of the subgroups.
     """
     every = options.device_updates
     if not every:
@@ -137,16 +134,16 @@ def device_share(
             "if the store's last step had it, give 0 for it and replan=True"
         )
     updater = DeviceUpdater(default_device(), options.jit)
-    found = tuple(
+    computable = tuple(
         layout.subgroup
         for leaf, kernel in enumerate(kernels)
         for layouts in subgroups.layouts_by_chunk(leaf)
         if all(updater.takes(layout.kernel_extents, kernel) for layout in layouts)
         for layout in layouts
-        if layout.subgroup.num_elements >= LEAST_ELEMENTS
+        if layout.subgroup.num_elements >= MIN_ELEMENTS
     )
-    share = Assignment(updater, "auto", found)
-    if every == "auto" and not found:
+    share = Assignment(updater, "auto", computable)
+    if every == "auto" and not computable:
         _LOG.warning("device_updates=0: the device can compute none of the subgroups")
         return Assignment()
     if every != "auto":
@@ -170,7 +167,7 @@ def every_kth(share: Assignment, every: int) -> Assignment:
 def needs_of_share(
     subgroups: SubgroupTable, share: Assignment, gradient_bytes: int
 ) -> list[MemoryNeed]:
-    """Returns what updates on the device take there, and here.
+    """Returns the memory that updates on the device take there, and on the host.
 
     A subgroup takes its old and new states, its gradient as it comes and in float32,
     its old master params, and its update.
@@ -179,7 +176,7 @@ def needs_of_share(
       gradient_bytes: Bytes of the largest gradient.
     """
     chosen = frozenset(share.subgroups)
-    rooms = [
+    sizes = [
         2 * sum(extent.num_bytes for extent in layout.kernel_extents)
         + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
         for leaf in {subgroup.leaf for subgroup in chosen}
@@ -187,34 +184,34 @@ def needs_of_share(
         for layout in layouts
         if layout.subgroup in chosen
     ]
-    if not rooms:
+    if not sizes:
         return []
-    rooms_bytes = NUM_ROOMS * max(rooms)
+    device_bytes = NUM_ON_DEVICE * max(sizes)
     under_way_bytes = (NUM_UNDER_WAY - 1) * gradient_bytes
     return [
-        MemoryNeed(rooms_bytes, "updates on the device", is_on_device=True),
+        MemoryNeed(device_bytes, "updates on the device", is_on_device=True),
         MemoryNeed(under_way_bytes, "gradients of updates under way"),
     ]
 
 
-def next_interval(seconds: Sequence[float], most: int) -> int:
+def next_interval(update_s: Sequence[float], num_subgroups: int) -> int:
     """Returns k of a store's next step; after `NUM_TRIED` steps, k from then on.
 
-    The first step compiles, and does not count. Of the others two have all updates on
-    the host, two all on the device, and two as many on each as take the same time.
+    The first step compiles, and does not count. Then two have all updates on the host,
+    two all on the device, and two as many on each as take the same time.
 
     Args:
-      seconds: Durations of the updates of each step so far.
-      most: The number of subgroups that the device can compute.
+      update_s: Seconds of the updates of each step so far.
+      num_subgroups: Number of subgroups that the device can compute.
     """
-    if len(seconds) < 5:
-        return (1, 0, 0, 1, 1)[len(seconds)]
-    host_s, device_s = min(seconds[1:3]), min(seconds[3:5])
-    shared = min(math.ceil(1 + device_s / host_s), most)
-    if len(seconds) < NUM_TRIED:
+    if len(update_s) < 5:
+        return (1, 0, 0, 1, 1)[len(update_s)]
+    host_s, device_s = min(update_s[1:3]), min(update_s[3:5])
+    shared = min(math.ceil(1 + device_s / host_s), num_subgroups)
+    if len(update_s) < NUM_TRIED:
         return shared
-    best_s, best = min((device_s, 1), (min(seconds[5:]), shared))
-    return best if best_s <= (1 - _LEAST_GAIN) * host_s else 0
+    best_s, best = min((device_s, 1), (min(update_s[5:]), shared))
+    return best if best_s <= (1 - _MIN_GAIN) * host_s else 0
 
 
 def next_assignment(
@@ -223,9 +220,9 @@ def next_assignment(
     """Returns what the device computes in the next step; "auto" is chosen at its time.
 
     Args:
-      share: What it may compute; all that it can, while k is "auto".
+      share: What the device may compute; all that it can, while k is "auto".
       last: The store's last step.
-      update_s: Seconds of the updates of each step so far.
+      update_s: As of `next_interval`.
     """
     if share.interval != "auto":
         return share
@@ -244,11 +241,8 @@ def next_assignment(
 class DeviceUpdater:
     """The `updater` of an `Assignment`. Each program is compiled for its arrays.
 
-    What comes before and after a kernel has programs of its own: in one with the kernel
-    XLA chooses other products to fuse with sums.
-
-    Args:
-      jit: `jax.jit` with the options of compilation.
+    The steps before and after a kernel are programs of their own: in one program with
+    the kernel XLA chooses other products to fuse with sums.
 
     Attributes:
       is_host: Whether the device's memory is the host's, so that no copy is pinned.
@@ -256,16 +250,17 @@ class DeviceUpdater:
         Params are those of the store, one or two arrays, or none.
       compute: `kernel_function`; it may overwrite slots.
       add, add_split: ``(params, update)``, float32, to new params as the store has
-        them. If these are not split, it may overwrite the old ones.
+        them; `add` may overwrite the old ones.
     """
 
-    num_at_once = NUM_ROOMS
+    num_at_once = NUM_ON_DEVICE
 
     def __init__(self, device: Any, jit: Any) -> None:
         self.device, self.is_host = device, memory.device_is_host(device)
         self.widen = jit(_widen)
         self.compute = jit(kernel_function, static_argnums=0, donate_argnums=3)
-        self.add, self.add_split = jit(_add, donate_argnums=0), jit(_add_split)
+        self.add = jit(lambda master, delta: (master + delta,), donate_argnums=0)
+        self.add_split = jit(lambda master, delta: split_params(master + delta))
 
     def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
         """Exact forms of state only: others are rounded as the host's kernels do."""
@@ -274,12 +269,12 @@ class DeviceUpdater:
         return is_exact and is_computable(kernel)
 
     def update(self, csd: Csd, buffer: CsdBuffer, update: Update) -> UpdateOutcome:
-        extents, given = update.extents, update.caller_params
+        extents, params = update.extents, update.caller_params
         views: list[Array] = [csd.view(buffer, extent) for extent in extents]
-        if given is not None:
-            views[0] = given
-        told = {*update.wanted_checksums} | ({0} if given is not None else set())
-        read = {number: crc32c(views[number]) for number in told}
+        if params is not None:
+            views[0] = params
+        wanted = {*update.wanted_checksums} | ({0} if params is not None else set())
+        checksums = {number: crc32c(views[number]) for number in wanted}
         try:
             num_params = 2 if extents[0].codec else 1
             states, is_finite = self._computed(update, views, num_params)
@@ -293,29 +288,30 @@ class DeviceUpdater:
             ) from error
         for number, state in states.items():
             csd.put(buffer, extents[number], state)
-        return UpdateOutcome(is_finite, read)
+        return UpdateOutcome(is_finite, checksums)
 
     def _computed(
-        self, given: Update, views: Sequence[Array], num_params: int
+        self, update: Update, views: Sequence[Array], num_params: int
     ) -> tuple[dict[int, Array], bool]:
         """Returns the states that change, and whether the gradient is finite."""
-        assert isinstance(given.gradient, np.ndarray), "those sent in part stay"
-        kernel, read = given.kernel, state_read(given.kernel)
+        assert isinstance(update.gradient, np.ndarray), "those sent in part stay"
+        kernel, read = update.kernel, state_read(update.kernel)
         names = ["params"] * num_params + list(kernel.slots)
         numbers = [number for number, name in enumerate(names) if name in read]
-        gradient, *up = self._up([given.gradient, *(views[n] for n in numbers)])
-        states = dict(zip(numbers, up, strict=True))
+        gradient, *copies = self._up([update.gradient, *(views[n] for n in numbers)])
+        states = dict(zip(numbers, copies, strict=True))
         params = tuple(states.pop(n) for n in range(num_params) if n in states)
         slots = [states.pop(n, None) for n in range(num_params, len(names))]
         wide, master, is_finite = self.widen(gradient, params)
-        del up, params  # which new ones may overwrite
-        scalars = list(given.inputs.scalars)
-        update, new_slots, _ = self.compute(kernel, wide, master, slots, scalars)
-        new = [None] * num_params
-        if update is not None:
+        del copies, params  # which new ones may overwrite
+        scalars = list(update.inputs.scalars)
+        delta, new_slots, _ = self.compute(kernel, wide, master, slots, scalars)
+        new_params = [None] * num_params
+        if delta is not None:
             add = self.add_split if num_params > 1 else self.add
-            new = add(master, update)
-        changed = {n: x for n, x in enumerate((*new, *new_slots)) if x is not None}
+            new_params = add(master, delta)
+        new_states = enumerate((*new_params, *new_slots))
+        changed = {n: state for n, state in new_states if state is not None}
         down = self._down([*changed.values()])
         return dict(zip(changed, down, strict=True)), bool(is_finite)
 
@@ -336,16 +332,7 @@ class DeviceUpdater:
 def _widen(
     gradient: jax.Array, params: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Returns gradient and params in float32, and whether the gradient is finite."""
     master = None
     if params:
         master = joined_params(*params) if len(params) > 1 else params[0]
     return gradient.astype(FLOAT32), master, jnp.isfinite(gradient).all()
-
-
-def _add(master: jax.Array, update: jax.Array) -> tuple[jax.Array]:
-    return (master + update,)
-
-
-def _add_split(master: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return split_params(master + update)

@@ -1,6 +1,6 @@
 """Runs passes over gradients: what kernels take beside state, such as norms.
 
-    begin ─► add, for each gradient ─► advance ─► add … ─► advance ─► of_leaf ─► finish
+    begin ─► add … ─► advance ─► add … ─► advance ─► kernel_inputs … ─► finish
 
 Invariant: of a leaf, only the arrays of one call are in memory, and what later calls
 need of it are numbers. The numbers of a leaf that is computed as a whole have the bits
@@ -31,13 +31,8 @@ from jaxinf.transfer import allocate_array
 from jaxinf.typing import Array
 
 
-class GradientPasses:
-    """Runs the passes of steps. Its calls come one after another, from any thread.
-
-    Args:
-      passes: Passes of a step, for gradients in the pieces that will arrive.
-      jit: `jax.jit` with the options of compilation.
-    """
+class PassRunner:
+    """Runs the passes of steps. Its calls come one after another, from any thread."""
 
     def __init__(
         self, engine: Engine, program: UpdateProgram, passes: Passes, jit: Any = jax.jit
@@ -45,50 +40,44 @@ class GradientPasses:
         self._engine, self._program, self._passes = engine, program, passes
         self._jit, self._keys = jit, Keys()
         self._compiled: dict[Any, Any] = {}
-        self._part_keys: dict[PassComputation, str] = {}
-        self._between = [jit(part) for part in passes.before]
+        self._text_of: dict[PassComputation, str] = {}
+        self._before_pass = [jit(computation) for computation in passes.before]
         self._env: dict[Value, Any] = {}
         self._kernel_scalars: dict[Value, Array] = {}
-        self._given: set[int] = set()
+        self._leaves_added: set[int] = set()  # in this pass
         self._number = 0
         self._reader: StateReader | None = None
 
     def compile(self, params: Sequence[Any], pieces: Iterable[Piece]) -> int:
-        """Compiles all parts; returns the memory of the largest beside its gradient.
+        """Compiles the computations of gradients that will arrive; blocks.
 
-        Args:
-          params: Shapes and dtypes of the leaves.
-          pieces: Pieces of which gradients will arrive.
+        Returns:
+          The memory of the largest one beside its gradient.
         """
-        needed = 0
+        needed_bytes = 0
         for piece in pieces:
             shape, depth = params[piece.leaf].shape, len(piece.index)
             if piece.leaf not in self._passes.whole:
                 shape = (*(1,) * depth, *shape[depth:])
             itemsize = self._program.leaves[piece.leaf].info.dtype.itemsize
-            for part in self._passes.of_leaf(piece.leaf):
-                memory = self._executable(part, shape).memory_analysis()
-                size = memory.temp_size_in_bytes + memory.output_size_in_bytes
-                size += memory.argument_size_in_bytes - math.prod(shape) * itemsize
-                needed = max(needed, size)
-        return needed
+            for computation in self._passes.of_leaf(piece.leaf):
+                memory = self._executable(computation, shape).memory_analysis()
+                num_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
+                num_bytes += memory.argument_size_in_bytes - math.prod(shape) * itemsize
+                needed_bytes = max(needed_bytes, num_bytes)
+        return needed_bytes
 
     # --- a step --------------------------------------------------------------------
 
     def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """Begins the first pass of a step.
-
-        Args:
-          extra_args: Further arguments of the optimizer's update; of those that are
-            known late, any value.
-        """
+        """Begins a step's first pass; late arguments may have any value."""
         self.close()
         self._env = {}
-        self.give(extra_args)
-        self._start(0)
+        self.set_arguments(extra_args)
+        self._begin_pass(0)
 
-    def give(self, extra_args: Mapping[str, Any]) -> None:
-        """Takes the values of arguments that are known after the first pass."""
+    def set_arguments(self, extra_args: Mapping[str, Any]) -> None:
+        """Sets the update's further arguments; again once late ones are known."""
         record = self._engine.files.finished
         state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
         self._env |= self._program.numbers(state, extra_args)
@@ -99,18 +88,17 @@ class GradientPasses:
         Args:
           piece: The piece of the params; whole, unless its leaf may come in slices.
         """
-        part = self._passes.parts.get((self._number, piece.leaf))
-        if part is None:
+        computation = self._passes.parts.get((self._number, piece.leaf))
+        if computation is None:
             return
-        if part.is_sliced and piece.index:
+        if computation.is_sliced and piece.index:
             gradient = gradient.reshape((1,) * len(piece.index) + gradient.shape)
-        self._note(part, self._run(part, gradient, None))
+        self._add_numbers(computation, self._run(computation, gradient, None))
 
     def advance(self) -> None:
-        """Ends a pass and begins the next one."""
-        self._start(self._number + 1)
+        self._begin_pass(self._number + 1)
 
-    def of_leaf(
+    def kernel_inputs(
         self, leaf: int, gradient: jax.Array | Array, params: Array | None
     ) -> LeafInputs:
         """Returns the inputs of a leaf's kernel, in the last pass; blocks.
@@ -119,16 +107,19 @@ class GradientPasses:
           gradient: Gradient of the leaf; a slice if nothing is computed of it.
           params: Params of the leaf on the device, if they are in memory.
         """
-        part, known = self._passes.parts.get((self._number, leaf)), self._kernel_scalars
-        if part is not None:
-            outputs, num = self._run(part, gradient, params), len(part.exports)
-            self._note(part, outputs[:num])
-            names, own = (*part.scalars, *part.arrays), map(np.asarray, outputs[num:])
-            known = known | dict(zip(names, own, strict=True))
+        computation = self._passes.parts.get((self._number, leaf))
+        values = self._kernel_scalars
+        if computation is not None:
+            outputs = self._run(computation, gradient, params)
+            num = len(computation.exports)
+            self._add_numbers(computation, outputs[:num])
+            kernel_values = *computation.scalars, *computation.arrays
+            arrays = map(np.asarray, outputs[num:])
+            values = values | dict(zip(kernel_values, arrays, strict=True))
         wanted = self._passes.prologue.leaves[leaf]
         return LeafInputs(
-            tuple(known[value] for value in wanted.scalars),
-            tuple(known[value] for value in wanted.arrays),
+            tuple(values[value] for value in wanted.scalars),
+            tuple(values[value] for value in wanted.arrays),
         )
 
     def finish(self) -> list[Array]:
@@ -148,38 +139,45 @@ class GradientPasses:
 
     # --- inside --------------------------------------------------------------------
 
-    def _start(self, number: int) -> None:
+    def _begin_pass(self, number: int) -> None:
         """Computes the numbers and the kernels' scalars before a pass."""
-        self._number, self._given = number, set()
-        part = self._passes.before[number]
-        found = self._between[number](*(self._env[value] for value in part.inputs))
-        num = len(part.exports)
-        self._env.update(zip(part.exports, found[:num], strict=True))
+        self._number, self._leaves_added = number, set()
+        before = self._passes.before[number]
+        outputs = self._before_pass[number](*(self._env[v] for v in before.inputs))
+        num = len(before.exports)
+        self._env.update(zip(before.exports, outputs[:num], strict=True))
         # A value may be of both, and has the kernel's dtype here.
-        own = map(np.asarray, found[num:])
-        self._kernel_scalars = dict(zip(part.scalars, own, strict=True))
+        scalars = map(np.asarray, outputs[num:])
+        self._kernel_scalars = dict(zip(before.scalars, scalars, strict=True))
 
-    def _note(self, part: PassComputation, found: Sequence[jax.Array]) -> None:
-        if part.leaf in self._given:
-            found = part.gather([self._env[v] for v in part.exports], found)
-        self._given.add(part.leaf)
-        self._env.update(zip(part.exports, found, strict=True))
+    def _add_numbers(
+        self, computation: PassComputation, numbers: Sequence[jax.Array]
+    ) -> None:
+        if computation.leaf in self._leaves_added:
+            sums = [self._env[value] for value in computation.exports]
+            numbers = computation.gather(sums, numbers)
+        self._leaves_added.add(computation.leaf)
+        self._env.update(zip(computation.exports, numbers, strict=True))
 
     def _run(
-        self, part: PassComputation, gradient: jax.Array | Array, params: Array | None
+        self,
+        computation: PassComputation,
+        gradient: jax.Array | Array,
+        params: Array | None,
     ) -> Sequence[jax.Array]:
-        executable = self._executable(part, tuple(gradient.shape))
+        leaf = computation.leaf
+        executable = self._executable(computation, tuple(gradient.shape))
         arrays = [
             gradient
-            if value is self._passes.gradients[part.leaf]
-            else self._stored(part.leaf, value, params)
-            for value in part.own
+            if value is self._passes.gradients[leaf]
+            else self._stored(leaf, value, params)
+            for value in computation.own
         ]
-        numbers = [self._env[value] for value in part.numbers]
+        numbers = [self._env[value] for value in computation.numbers]
         return jax.block_until_ready(executable(*map(jnp.asarray, arrays), *numbers))
 
     def _stored(self, leaf: int, value: Value, params: Array | None) -> Array:
-        """Returns a leaf's params, or its slot that a value is; reads it if need be."""
+        """Returns the leaf's params or optimizer slot of a value; may read it."""
         files, info = self._engine.files, self._program.leaves[leaf].info
         recalled, origin = self._passes.recalled.get(value), (0,) * len(info.shape)
         if recalled is None and params is not None:
@@ -195,22 +193,25 @@ class GradientPasses:
         self._reader.read(leaf, array, origin, 0)
         return array
 
-    def _executable(self, part: PassComputation, shape: tuple[int, ...]) -> Any:
-        """Returns a part's program, compiled once for all leaves with equal ones."""
-        if part not in self._part_keys:
-            key = self._keys.program(part.inputs, part.nodes, part.outputs)
-            self._part_keys[part] = f"{key} {part.is_sliced}"
-        info, recalled = self._program.leaves[part.leaf].info, self._passes.recalled
-        own = [
+    def _executable(self, computation: PassComputation, shape: tuple[int, ...]) -> Any:
+        """Returns a computation's program, compiled once for leaves with equal ones."""
+        if computation not in self._text_of:
+            text = self._keys.program(
+                computation.inputs, computation.nodes, computation.outputs
+            )
+            self._text_of[computation] = f"{text} {computation.is_sliced}"
+        leaf, recalled = computation.leaf, self._passes.recalled
+        info = self._program.leaves[leaf].info
+        types = [
             (
-                shape if value is self._passes.gradients[part.leaf] else info.shape,
+                shape if value is self._passes.gradients[leaf] else info.shape,
                 recalled[value][1].dtype if value in recalled else info.dtype,
             )
-            for value in part.own
+            for value in computation.own
         ]
-        forms = (*own, *((value.shape, value.dtype) for value in part.numbers))
-        key = self._part_keys[part], *forms
+        types += [(value.shape, value.dtype) for value in computation.numbers]
+        key = self._text_of[computation], *types
         if key not in self._compiled:
-            avals = [jax.ShapeDtypeStruct(*form) for form in forms]
-            self._compiled[key] = self._jit(part).lower(*avals).compile()
+            avals = [jax.ShapeDtypeStruct(*shape_dtype) for shape_dtype in types]
+            self._compiled[key] = self._jit(computation).lower(*avals).compile()
         return self._compiled[key]

@@ -1,75 +1,46 @@
-"""What updates near storage take and move, of an optimizer and a store's chunks.
+"""Counts what updates near storage take and move; nothing moves here.
 
-Invariant: it depends on the store's chunks alone, which need not be there. What is
-refused is refused before a store is made or changed.
+Invariant: the counts depend on the optimizer and on how a store is divided, which need
+not exist. An optimizer is refused before a store is made or changed.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import cache, cached_property
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jaxinf.compress import SparseLeaf, TopK, compress_leaf
 from jaxinf.csd import is_idle
-from jaxinf.engine import (
-    Engine,
-    Move,
-    SubgroupTable,
-    can_use_params,
-    keeps_feedback,
-    list_moves,
-    read_feedback,
-)
+from jaxinf.engine import Engine, Move, SubgroupTable, can_use_params, list_moves
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.layout import LeafGrid
-from jaxinf.program import (
-    InitProgram,
-    LeafInputs,
-    Passes,
-    UpdateProgram,
-    key_data,
-    trace_update,
-)
+from jaxinf.program import InitProgram, LeafInputs, Passes, UpdateProgram, key_data
 from jaxinf.store import ScalarState, encode_path, required_bytes
-from jaxinf.streaming.move.params import AT_ONCE
-from jaxinf.streaming.move.scratch import PART_BYTES, writing_bytes
+from jaxinf.streaming.move.params import WRITTEN_THROUGH
+from jaxinf.streaming.move.scratch import MAX_RUN_BYTES, writing_bytes
 from jaxinf.streaming.move.spill import beyond_memory, file_bytes
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram
-from jaxinf.streaming.program.units import SHARED, ParamUnit, shared_bytes, units_of
+from jaxinf.streaming.program.units import (
+    ASSEMBLING,
+    ParamUnit,
+    assembly_bytes,
+    units_of,
+)
 from jaxinf.streaming.update.device_updates import device_share, needs_of_share
-from jaxinf.streaming.update.gradient_passes import GradientPasses
+from jaxinf.streaming.update.gradient_passes import PassRunner
+from jaxinf.streaming.update.gradients import compressor
 from jaxinf.transfer import ByteCounts
-from jaxinf.typing import FLOAT32, Array, PyTree
 
-Compress: TypeAlias = Callable[
-    [ParamUnit, Array, int], tuple[Array | SparseLeaf, Array | None]
-]
-"""Returns a unit's gradient as a step of that number sends it, and the new error
-feedback; blocks."""
-
-_PARAMS = 0  # the first of a leaf's states
+_PARAMS = 0  # number of the state
 # Arguments of an optimizer's update that are known after the first pass: the loss.
 _LATE = frozenset({"value"})
 
 # --- an optimizer that streaming can run ---------------------------------------------
-
-
-def trace_optimizer(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    extra_args: Mapping[str, Any] | None = None,
-) -> UpdateProgram:
-    """Traces an optimizer that may read all stored state; see `trace_update`."""
-    return trace_update(tx, params, extra_args, may_recall="all")
 
 
 def passes_for(
@@ -78,7 +49,7 @@ def passes_for(
     """Returns an optimizer's passes over gradients.
 
     Args:
-      pieces: The parts of params whose gradients arrive; by default whole leaves.
+      pieces: Pieces of params whose gradients arrive; by default whole leaves.
       is_alone: Whether the process has all chunks of the store.
 
     Raises:
@@ -89,7 +60,7 @@ def passes_for(
     passes = program.passes(sliced=sliced, late=_LATE)
     stored = {*passes.params, *passes.recalled}
     for number, leaf in enumerate(() if is_alone else program.leaves):
-        if any(stored.intersection(part.own) for part in passes.of_leaf(number)):
+        if any(stored.intersection(x.own) for x in passes.of_leaf(number)):
             raise UnsupportedTransformError(
                 "jaxinf.stream: expected an optimizer that computes nothing of whole "
                 "params or states in a run of several processes, found one that does "
@@ -102,7 +73,7 @@ def passes_for(
 def initial_inputs(
     program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[list[ScalarState], list[LeafInputs]]:
-    """Returns the first scalar state, and the inputs of each leaf's initial state."""
+    """Returns the first scalar state, and the inputs of each leaf's first state."""
     check_init(program)
     scalars, inputs = program.compute(leaves)
     paths = map(encode_path, program.layout.scalar_keys)
@@ -110,12 +81,12 @@ def initial_inputs(
         ScalarState.of(path, np.array(key_data(value)))
         for path, value in zip(paths, scalars, strict=True)
     ]
-    return state, [LeafInputs(tuple(map(np.asarray, own.scalars))) for own in inputs]
+    return state, [LeafInputs(tuple(map(np.asarray, x.scalars))) for x in inputs]
 
 
 def check_init(program: InitProgram) -> None:
     """Refuses a first state that depends on all params: UnsupportedTransformError."""
-    if program.needed_params or any(one.kernel.array_dtypes for one in program.leaves):
+    if program.needed_params or any(x.kernel.array_dtypes for x in program.leaves):
         raise UnsupportedTransformError(
             "jaxinf.stream: expected an optimizer whose first state is made leaf by "
             "leaf, found one that computes something of all params first; use "
@@ -134,30 +105,28 @@ class UpdatePlan:
     Args:
       engine: The store's; it is bound to the optimizer when a step runs.
       program: The optimizer.
-      subgroups: Subgroups of the store, which need not be there.
+      subgroups: Those of the store, which need not exist.
 
     Attributes:
-      passes: The optimizer's passes over gradients, which `inputs` computes.
-      inputs_bytes: Memory of what computes `inputs`, and compresses.
+      passes, pass_runner: The optimizer's passes over gradients, and what runs them.
       compress: Compresses gradients; None if they are sent whole.
       share: The updates that the JAX device computes.
-      read: Units that programs read.
-      trained: Units that have gradients.
-      idle: Leaves that stay as they are, whose gradients need not wait.
-      gradient_bytes: Bytes of each gradient, 0 for those of `idle` leaves.
+      units_read, units_trained: Units that programs read, and that have gradients.
+      idle_leaves: Leaves that stay as they are, whose gradients need not wait.
+      gradient_bytes: Bytes of each gradient, 0 for those of idle leaves.
     """
 
     def __init__(
         self,
         engine: Engine,
-        ready: OrderedProgram,
+        ordered: OrderedProgram,
         program: UpdateProgram,
         subgroups: SubgroupTable,
         options: Options,
     ) -> None:
         self.engine, self.options = engine, options
         self.program, self.subgroups = program, subgroups
-        gradients, params = ready.graph.gradients, ready.traced.params
+        gradients, params = ordered.graph.gradients, ordered.traced.params
         pieces, is_alone = tuple(gradients), engine.group.is_alone
         self.passes = passes = passes_for(program, pieces, is_alone=is_alone)
         kernels = [leaf.kernel for leaf in program.leaves]
@@ -169,25 +138,27 @@ class UpdatePlan:
 
         undivided = range(len(params)) if options.compress else passes.computed
         self.unit_of = units_of(params, can_move, undivided)
-        self.read = frozenset(map(self.unit_of, ready.sizes))
-        self.trained = frozenset(map(self.unit_of, pieces))
+        self.units_read = frozenset(map(self.unit_of, ordered.sizes))
+        self.units_trained = frozenset(map(self.unit_of, pieces))
         later = range(min(1, passes.num_passes - 1), passes.num_passes)
-        self.idle = frozenset(
+        self.idle_leaves = frozenset(
             leaf
             for leaf, kernel in enumerate(kernels)
             if is_idle(kernel) and not any((n, leaf) in passes.parts for n in later)
         )
         self.gradient_bytes = {
-            piece: 0 if piece.leaf in self.idle else aval_bytes(value.aval)
+            piece: 0 if piece.leaf in self.idle_leaves else value.num_bytes
             for piece, value in gradients.items()
         }
-        self.inputs = GradientPasses(engine, program, passes, options.jit)
-        self.inputs_bytes = self.inputs.compile(params, pieces)
-        self.compress: Compress | None = None
+        self.pass_runner = PassRunner(engine, program, passes, options.jit)
+        self._computing_bytes = self.pass_runner.compile(params, pieces)
+        self.compress = None
         if options.compress is not None:
-            self.compress, own_bytes = compressor(self, options.compress)
-            self.inputs_bytes = max(self.inputs_bytes, own_bytes)
-        mesh = ready.traced.mesh
+            self.compress, num_bytes = compressor(
+                options.compress, engine, subgroups, self.units_trained, options.jit
+            )
+            self._computing_bytes = max(self._computing_bytes, num_bytes)
+        mesh = ordered.traced.mesh
         self.share = device_share(subgroups, kernels, options, mesh, is_alone=is_alone)
 
     @property
@@ -196,8 +167,7 @@ class UpdatePlan:
         return self.passes.num_passes > 1 or self.subgroups.options.rewrites_steps
 
     @property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest gradient."""
+    def largest_gradient_bytes(self) -> int:
         return max(self.gradient_bytes.values(), default=0)
 
     def name(self, leaf: int) -> str:
@@ -210,30 +180,31 @@ class UpdatePlan:
     @cached_property
     def needs(self) -> StepNeeds:
         """What a step takes beside its programs."""
-        subgroups, units, waits = self.subgroups, self.trained, self.are_deferred
+        subgroups, units, waits = self.subgroups, self.units_trained, self.are_deferred
         # One unit that is read, and one that is updated, whose gradient may wait whole.
-        apart = [unit for unit in self.read if unit.is_apart]
-        undivided = [unit.whole_bytes for unit in apart if not unit.is_divided]
-        updated = [unit.whole_bytes for unit in apart] if waits else undivided
-        apart_bytes = max(undivided, default=0) + 2 * max(updated, default=0)
+        sharded = [unit for unit in self.units_read if unit.is_sharded]
+        whole = [unit.whole_bytes for unit in sharded if not unit.moves_by_shard]
+        updated = [unit.whole_bytes for unit in sharded] if waits else whole
+        whole_bytes = max(whole, default=0) + 2 * max(updated, default=0)
         num_drives = len(subgroups.directory.csd_directories)
-        # Of threads that write a gradient that waits, beside one's own.
-        threads_bytes = min((num_drives - 1) * PART_BYTES, self.largest_bytes)
+        # Threads of further drives each copy a run of a gradient before they write it.
+        runs_bytes = (num_drives - 1) * MAX_RUN_BYTES
+        threads_bytes = min(runs_bytes, self.largest_gradient_bytes)
         moving = "moving shards of params that are not stored alone"
         writing = "writing gradients to several drives at once"
         numbers = "computing numbers of its gradients"
         others = (
-            MemoryNeed(apart_bytes, moving),
-            MemoryNeed(shared_bytes(units), SHARED),
+            MemoryNeed(whole_bytes, moving),
+            MemoryNeed(assembly_bytes(units), ASSEMBLING),
             MemoryNeed(threads_bytes * waits, writing),
-            *needs_of_share(subgroups, self.share, self.largest_bytes),
-            MemoryNeed(self.inputs_bytes, numbers, is_on_device=True),
+            *needs_of_share(subgroups, self.share, self.largest_gradient_bytes),
+            MemoryNeed(self._computing_bytes, numbers, is_on_device=True),
         )
         leaves = enumerate(self.program.leaves)
         return StepNeeds(
             unit_of=self.unit_of,
             frozen=frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
-            handed=frozenset(filter(self._takes_read, units)),
+            handed=frozenset(filter(self._can_update_from_read, units)),
             state_bytes=subgroups.least_memory_bytes,
             gradient_bytes=max((unit.num_bytes for unit in units), default=0),
             export_bytes=subgroups.export_bytes,
@@ -241,15 +212,15 @@ class UpdatePlan:
             writing_bytes=writing_bytes(num_drives),
         )
 
-    def _takes_read(self, unit: ParamUnit) -> bool:
-        """Whether a unit's update can take what was read for a program."""
-        if not unit.is_divided or self.are_deferred:
+    def _can_update_from_read(self, unit: ParamUnit) -> bool:
+        """Whether a unit's update can take the params that were read for a program."""
+        if not unit.moves_by_shard or self.are_deferred:
             return False
         passes, leaf = self.passes, unit.leaf
         if not can_use_params(self.subgroups, leaf, unit.dtype):
             return False  # they are not what is stored
-        part = passes.parts.get((passes.num_passes - 1, leaf))
-        if part is not None and passes.params[leaf] in part.own:
+        computation = passes.parts.get((passes.num_passes - 1, leaf))
+        if computation is not None and passes.params[leaf] in computation.own:
             return True
         return any(_PARAMS in move.loads for move in self._moves(unit))
 
@@ -258,9 +229,9 @@ class UpdatePlan:
         return plan.memory.gradients // 2 if self.are_deferred else 0
 
     def on_drives(self, plan: Plan) -> Mapping[Piece, int] | None:
-        """Returns the gradients that wait there for the last one; None if none waits.
+        """Returns the gradients that wait on drives; None if none waits for the last.
 
-        Parts of a leaf that a pass needs whole wait together.
+        The slices of a leaf that a pass needs whole wait together.
         """
         if not self.are_deferred:
             return None
@@ -276,85 +247,44 @@ class UpdatePlan:
 
     def traffic(self, plan: Plan) -> ByteCounts:
         """Returns the bytes that a step moves on drives."""
-        reading, subgroups, passes = plan.reads, self.subgroups, self.passes
-        given = {one.unit for one in reading.fetches if one.gradient is not None}
+        subgroups, passes = self.subgroups, self.passes
+        from_reads = {x.unit for x in plan.reads.fetches if x.gradient is not None}
         read = sum(
             move.layout.file_bytes([_PARAMS])
-            for fetch in reading.repeated
+            for fetch in plan.reads.repeated
             for move in self._moves(fetch.unit)
         )
         moves = list[Move]()
-        for unit in self.trained:
-            own = [v for part in passes.of_leaf(unit.leaf) for v in part.own]
-            recalled = [passes.recalled[v][1].name for v in own if v in passes.recalled]
-            is_given = unit in given
-            num_reads = 0 if is_given else own.count(passes.params[unit.leaf])
-            moved = self._moves(unit, takes_params=is_given, recalled=recalled)
-            moves += moved
-            for layout, _, _ in moved:
+        for unit in self.units_trained:
+            values = [v for x in passes.of_leaf(unit.leaf) for v in x.own]
+            recalls = [passes.recalled[v][1] for v in values if v in passes.recalled]
+            takes = unit in from_reads
+            num_reads = 0 if takes else values.count(passes.params[unit.leaf])
+            recalled = [slot.name for slot in recalls]
+            unit_moves = self._moves(unit, takes_params=takes, recalled=recalled)
+            moves += unit_moves
+            for layout, _, _ in unit_moves:
                 # Passes read params as programs do, not from memory.
                 read += layout.file_bytes([_PARAMS] * num_reads)
                 if layout.feedback is not None:  # compression reads it by itself
                     read += layout.file_bytes([layout.feedback])
-        every = subgroups.options.steps_per_commit or math.inf
+        steps_per_commit = subgroups.options.steps_per_commit or math.inf
         updates = subgroups.count_moved_bytes(
             moves,
             memory_bytes=plan.store_bytes,
-            steps_per_commit=every,
-            written_through=AT_ONCE,
+            steps_per_commit=steps_per_commit,
+            written_through=WRITTEN_THROUGH,
         )
-        read += updates.drive_read_bytes
-        away_bytes, wait_bytes = plan.away_bytes, file_bytes(self.on_drives(plan) or {})
+        waiting_bytes = file_bytes(self.on_drives(plan) or {})
+        read += updates.drive_read_bytes + plan.away_bytes
+        written = updates.drive_write_bytes + plan.away_bytes + waiting_bytes
         num_reads = max(1, passes.num_passes - 1)
         return ByteCounts(
-            drive_read_bytes=read + away_bytes + num_reads * wait_bytes,
-            drive_write_bytes=updates.drive_write_bytes + away_bytes + wait_bytes,
+            drive_read_bytes=read + num_reads * waiting_bytes,
+            drive_write_bytes=written,
         )
 
     def _moves(self, unit: ParamUnit, **how: Any) -> list[Move]:
         kernel = self.program.leaves[unit.leaf].kernel
         box = unit.leaf, unit.place.start, unit.place.shape
         return list_moves(self.subgroups, kernel, *box, **how)
-
-
-# --- compression ---------------------------------------------------------------------
-
-
-def compressor(updates: UpdatePlan, compression: TopK) -> tuple[Compress, int]:
-    """Returns what compresses gradients, and the memory of its largest program.
-
-    The elements sent are those that `jaxinf.smart_update` sends of the same gradient,
-    since both select chunk by chunk.
-    """
-    has_feedback = keeps_feedback(compression)
-
-    @cache
-    def compiled(grid: LeafGrid, dtype: np.dtype) -> Any:
-        def select(gradient: jax.Array, feedback: jax.Array | None = None) -> Any:
-            return compress_leaf(gradient, grid, compression, feedback)
-
-        dtypes = [dtype, FLOAT32][: 1 + has_feedback]
-        avals = [jax.ShapeDtypeStruct(grid.shape, own) for own in dtypes]
-        return updates.options.jit(select).lower(*avals).compile()
-
-    def of_unit(unit: ParamUnit) -> Any:
-        chunk_shape = updates.subgroups.leaves[unit.leaf].grid.chunk_shape
-        return compiled(LeafGrid(unit.place.shape, chunk_shape), unit.dtype)
-
-    def compress(
-        unit: ParamUnit, gradient: Array, step: int
-    ) -> tuple[Array | SparseLeaf, Array | None]:
-        if step < compression.warmup_steps:
-            return gradient, None
-        arrays = [gradient]
-        if has_feedback:
-            arrays.append(np.empty(unit.place.shape, np.float32))
-            files = updates.engine.files
-            read_feedback(files, unit.leaf, arrays[1], unit.place.start)
-        sent, left = of_unit(unit)(*map(jnp.asarray, arrays))
-        return jax.tree.map(np.asarray, (sent, left))
-
-    return compress, max(
-        m.temp_size_in_bytes + m.output_size_in_bytes + m.argument_size_in_bytes
-        for m in (of_unit(unit).memory_analysis() for unit in updates.trained)
-    )
