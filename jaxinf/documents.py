@@ -22,7 +22,7 @@ MOST_NESTING = 100
 _MOST_VALUES = 4 << 20
 """Limit of a document's values, each of which takes tens of bytes of memory."""
 
-_SHOWN_CHARS = 60
+_MAX_CHARS = 60
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - {*b"[]{}"})
@@ -47,8 +47,7 @@ class Document(
 def pattern(text: str, what: str, most_chars: int | None = None) -> msgspec.Meta:
     """Makes the constraint of a text that a pattern matches as a whole.
 
-    Args:
-      what: the meaning of such a text, for the error.
+    Errors name its meaning, `what`.
     """
     meta = msgspec.Meta(pattern=rf"\A(?:{text})\Z", max_length=most_chars)
     _MEANINGS[f"str matching regex {meta.pattern!r}"] = what
@@ -151,7 +150,7 @@ def _problem(text: str, value: Any, where: str) -> str:
     try:
         for name, number in re.findall(r"\.(\w+)|\[(.*?)\]", place):
             value = value[name or int(number)]
-        found = "" if of_key else f", found {shown(value)}"
+        found = "" if of_key else f", found {shorten(value)}"
     except (LookupError, TypeError, ValueError):
         # msgspec names no key of a mapping, and an unknown key may look like a place.
         found = ""
@@ -160,7 +159,7 @@ def _problem(text: str, value: Any, where: str) -> str:
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
         return f"{where}: expected the key {missing[1]!r}, found none"
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.S):
-        return f"{where}: expected no key {shown(unknown[1])}"
+        return f"{where}: expected no key {shorten(unknown[1])}"
     if not text.startswith("Expected "):
         return f"{where}: {text}{found}"
     text = text.removeprefix("Expected ").partition(", got")[0].replace("`", "")
@@ -168,16 +167,16 @@ def _problem(text: str, value: Any, where: str) -> str:
     return f"{where}: expected {text}{found}"
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Shortens a value of any size for a message."""
     if isinstance(value, dict | list):
         kind = "an object" if isinstance(value, dict) else "a list"
         return f"{kind} of {len(value)}"
-    if isinstance(value, str) and len(value) > _SHOWN_CHARS:
-        return ascii(value[:_SHOWN_CHARS]) + "…"
+    if isinstance(value, str) and len(value) > _MAX_CHARS:
+        return ascii(value[:_MAX_CHARS]) + "…"
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
-    return ascii(value) if isinstance(value, str) else repr(value)[:_SHOWN_CHARS]
+    return ascii(value) if isinstance(value, str) else repr(value)[:_MAX_CHARS]
 
 
 def first_few(names: Collection[str], most: int = 5) -> str:

@@ -64,11 +64,8 @@ def parse_bytes(text: str) -> int:
 def given_bytes(name: str, value: int | str) -> int:
     """Returns an argument in bytes: a number, or a text as for `parse_bytes`.
 
-    Args:
-      name: the argument's name, for the error.
-
     Raises:
-      ValueError: it is not a size, or less than 1.
+      ValueError: the argument of this name is not a size, or less than 1.
     """
     try:
         if isinstance(value, bool):
@@ -94,9 +91,7 @@ def check_choice(name: str, value: object, kind: Any) -> None:
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:
     """Makes a console that prints text as it is, on standard output or on `file`.
 
-    Args:
-      soft_wrap: whether the terminal wraps long lines. In a pipe lines are never
-        wrapped.
+    With `soft_wrap` the terminal wraps long lines; in a pipe lines are never wrapped.
     """
     stream = sys.stdout if file is None else file
     return Console(

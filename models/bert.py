@@ -17,6 +17,7 @@ from .layers import (
     Key,
     Remat,
     attention_mask,
+    blocks_of,
     check_length,
     dropout,
     embedding,
@@ -113,11 +114,6 @@ class Bert(nnx.Module):
         is_masked = config.head == "masked-lm"
         self.head = (MaskedHead if is_masked else ClassHead)(config, rngs=rngs)
 
-    @property
-    def blocks(self) -> list[Block]:
-        """The layers in order."""
-        return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
-
     def encode(
         self,
         tokens: jax.Array,
@@ -134,11 +130,9 @@ class Bert(nnx.Module):
           segments: int [batch, seq], the number of each token's document, 0 for
             padding; documents do not see each other, and positions start at 0 in each.
           token_types: int [batch, seq], first or second sentence; zeros by default.
-          key: key of the dropout; None for no dropout.
-          remat: wrapper of each block's function, such as `jax.checkpoint`.
 
         Raises:
-            ValueError: the sequence is above the config's `num_positions`.
+          ValueError: the sequence is above the config's `num_positions`.
         """
         key_0, key = split_key(key, 2)
         config, seq = self.config, tokens.shape[-1]
@@ -149,24 +143,25 @@ class Bert(nnx.Module):
         x = self.ln_0(x + look_up(config, self.wtt, types))
         x = dropout(x, config.dropout, key_0)
         mask = attention_mask(segments, segments)
-        return run_blocks(self.blocks, x, key=key, remat=remat, mask=mask)
+        blocks = blocks_of(self, config.num_layers)
+        return run_blocks(blocks, x, key=key, remat=remat, mask=mask)
 
     def hidden(self, tokens: jax.Array, **options: Any) -> jax.Array:
-        """Input of `output`'s table: `encode`'s output through the masked head."""
+        """Returns the input of `output`'s table: features behind the masked head."""
         assert isinstance(self.head, MaskedHead)
         return self.head(self.encode(tokens, **options))
 
     def output(self) -> tuple[jax.Array, jax.Array]:
-        """The masked head's table of [vocab, features], and bias of [vocab]."""
+        """Returns the masked head's table of [vocab, features], and bias of [vocab]."""
         assert isinstance(self.head, MaskedHead)
         return self.wte[...], self.head.bias[...]
 
     def __call__(
         self, tokens: jax.Array, *, key: Key = None, **options: Any
     ) -> jax.Array:
-        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels].
+        """Returns float32 logits: [batch, seq, vocab], or of classes [batch, labels].
 
-        Takes what `encode` takes.
+        Takes the arguments of `encode`.
         """
         key, last = split_key(key, 2)
         if isinstance(self.head, ClassHead):

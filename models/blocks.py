@@ -16,6 +16,7 @@ from .layers import (
     ModelConfig,
     Remat,
     attention_mask,
+    blocks_of,
     dropout,
     embedding,
     join_heads,
@@ -82,11 +83,11 @@ def causal_attention(
     mask: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Attention to the tokens up to each one, [batch, seq, features]; softmax in fp32.
+    """Attends to the tokens up to each one; softmax in fp32; [batch, seq, features].
 
     Args:
       q, k, v: [batch, seq, heads, features of a head].
-      window: most tokens that a token sees, with itself; None for all.
+      window: number of tokens that a token sees, with itself; None for all.
     """
     local = (window - 1, 0) if window else None
     mixed = jax.nn.dot_product_attention(
@@ -158,24 +159,24 @@ class LanguageModel(nnx.Module):
     wte: nnx.Param
 
     def output(self) -> tuple[jax.Array, jax.Array | None]:
-        """The output head: a table of [vocab, features], and a bias or None."""
+        """Returns the output head: a table of [vocab, features], and a bias or None."""
         return getattr(self, "lm_head", self.wte)[...], None
 
     def head(self, x: jax.Array) -> jax.Array:
-        """Logits of `hidden`'s output: [..., features] to float32 [..., vocab]."""
+        """Maps the output of `hidden`, [..., features], to float32 [..., vocab]."""
         return output_logits(x, *self.output())
 
 
 class Decoder(LanguageModel):
     """A causal language model, `head(hidden(tokens))`, or one of classes.
 
-    A model says in `_embed` what goes into its first layer.
+    `_embed` of a model makes the input of its first layer.
     """
 
     def add_blocks(self, parts: Parts, *, rngs: nnx.Rngs) -> None:
         """Makes the layers, the last norm, and the head."""
         config = self.config
-        for i in range(config.num_layers):  # h0, h1, ...: keys, not a list's numbers
+        for i in range(config.num_layers):
             setattr(self, f"h{i}", Block(config, parts, rngs=rngs))
         self.ln_f = parts[0](config, rngs=rngs)
         if getattr(config, "head", "causal-lm") == "classification":
@@ -184,15 +185,10 @@ class Decoder(LanguageModel):
         elif not getattr(config, "tied_embeddings", True):
             self.lm_head = embedding(config, config.vocab_size, rngs=rngs)
 
-    @property
-    def blocks(self) -> list[Block]:
-        """The layers in order."""
-        return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
-
     def _embed(
         self, tokens: jax.Array, segments: jax.Array | None, key: Key
     ) -> tuple[jax.Array, Key, dict[str, Any]]:
-        """Returns the first layer's input, the layers' key, and what they all take."""
+        """Returns the first layer's input, the layers' key, and their common inputs."""
         raise NotImplementedError
 
     def hidden(
@@ -203,21 +199,20 @@ class Decoder(LanguageModel):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """Last layer's normed output, [batch, seq, features] in the compute dtype.
+        """Returns the normed output, [batch, seq, features] in the compute dtype.
 
         Args:
           tokens: int [batch, seq].
           segments: int [batch, seq], the number of each token's document; documents do
             not see each other, and positions start at 0 in each.
-          key: key of the dropout; None for no dropout.
-          remat: wrapper of each block's function, such as `jax.checkpoint`.
 
         Raises:
-            ValueError: `seq` is above the config's `num_positions`, if it has one.
+          ValueError: `seq` is above the config's `num_positions`, if it has one.
         """
         x, key, shared = self._embed(tokens, segments, key)
         mask = attention_mask(segments, segments)
-        x = run_blocks(self.blocks, x, key=key, remat=remat, mask=mask, **shared)
+        blocks = blocks_of(self, self.config.num_layers)
+        x = run_blocks(blocks, x, key=key, remat=remat, mask=mask, **shared)
         return self.ln_f(x)
 
     def __call__(
@@ -228,7 +223,7 @@ class Decoder(LanguageModel):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels]."""
+        """Returns float32 logits: [batch, seq, vocab], or [batch, labels]."""
         x = self.hidden(tokens, segments=segments, key=key, remat=remat)
         if hasattr(self, "score"):
             return self.score(last_tokens(x, segments)).astype(jnp.float32)

@@ -164,15 +164,13 @@ def join_heads(x: jax.Array) -> jax.Array:
 def attention_mask(
     query_segments: jax.Array | None, key_segments: jax.Array | None
 ) -> jax.Array | None:
-    """Returns which keys each query sees: bool [batch, 1, queries, keys].
+    """Returns which keys each query sees, bool [batch, 1, queries, keys]; None for all.
 
-    None if each sees all keys.
+    Documents do not see each other; padding is a document like others, number 0.
 
     Args:
-      query_segments: int [batch, queries]: the number of each token's document in its
-        row; documents do not see each other. Padding is a document like others, by
-        convention number 0.
-      key_segments: int [batch, keys]: the same for the keys.
+      query_segments: int [batch, queries], the number of each token's document.
+      key_segments: int [batch, keys], the same for the keys.
     """
     if query_segments is None or key_segments is None:
         return None
@@ -210,6 +208,11 @@ def split_key(key: Key, num: int) -> Sequence[Key]:
     return [None] * num if key is None else list(jax.random.split(key, num))
 
 
+def blocks_of(model: Any, num_blocks: int, letter: str = "h") -> list[nnx.Module]:
+    """Returns a model's blocks ``h0``, ``h1``, …: string keys, not a list's numbers."""
+    return [getattr(model, f"{letter}{i}") for i in range(num_blocks)]
+
+
 def run_blocks(
     blocks: Sequence[nnx.Module],
     x: jax.Array,
@@ -222,16 +225,13 @@ def run_blocks(
 
     Args:
       blocks: layers, called as ``block(x, key=key, **shared)``.
-      x: input of the first layer.
-      key: key of the dropout; None for no dropout.
-      remat: wrapper of each layer's function.
-      **shared: further arguments of every layer, arrays or None: they are traced, once
-        for equal layers, which change no state.
+      **shared: arrays or None that each layer takes; they are traced, once for equal
+        layers, which change no state.
     """
-    for block, own in zip(blocks, split_key(key, len(blocks)), strict=True):
+    for block, block_key in zip(blocks, split_key(key, len(blocks)), strict=True):
         graphdef, state = nnx.split(block)
         call = functools.partial(_apply, graphdef)
-        x = (call if remat is None else remat(call))(state, x, own, shared)
+        x = (call if remat is None else remat(call))(state, x, block_key, shared)
     return x
 
 
@@ -244,14 +244,11 @@ def _apply(
 
 
 def last_tokens(x: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """Features of each row's last token that is no padding.
+    """Returns each row's last token that is no padding, [batch, features].
 
     Args:
       x: [batch, seq, features].
-      segments: int [batch, seq], 0 for padding; None for none.
-
-    Returns:
-      [batch, features].
+      segments: int [batch, seq], 0 for padding; None for no padding.
     """
     if segments is None:
         return x[:, -1]

@@ -40,9 +40,6 @@ class RopeScaling:
         divides those that turn fewer than `low_turns` times within the original
         positions, keeps those that turn more than `high_turns` times, and blends in
         between.
-      factor: the divisor.
-      low_turns: see "llama3".
-      high_turns: see "llama3".
       original_positions: for "llama3": the longest sequence before the scaling.
     """
 
@@ -99,7 +96,6 @@ class LlamaConfig(ModelConfig):
 
     @property
     def features_a_head(self) -> int:
-        """Features of one head."""
         return self.head_features or self.num_features // self.num_heads
 
 
@@ -142,10 +138,9 @@ PRESETS: Mapping[str, LlamaConfig] = {
 
 
 def rope_frequencies(config: LlamaConfig) -> jax.Array:
-    """Returns the angle, in radians, that each pair of features turns per position.
+    """Returns the radians that each pair of features turns per position.
 
-    Returns:
-      float32 [features of a head / 2].
+    The result is float32 [features of a head / 2].
     """
     num = config.features_a_head
     turns = config.rope_base ** (-jnp.arange(0, num, 2, dtype=jnp.float32) / num)

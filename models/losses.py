@@ -66,7 +66,6 @@ def task_loss(
 
     Args:
       model: a model that has the task.
-      task: the task.
       batch: arrays by name, as in `BATCH_FIELDS`.
       key: key of the dropout; None for no dropout, as in evaluation.
       remat: wrapper of each layer's function, such as `jax.checkpoint`.
@@ -126,16 +125,14 @@ def _token_scores(
     if num_slices == 1:
         return scores_of(x, targets, weights)
 
-    def sliced(a: jax.Array | None) -> jax.Array | None:
-        if a is None:
-            return None
+    def slices(a: jax.Array) -> jax.Array:
         return jnp.stack(jnp.split(a, num_slices, axis=1))
 
     @jax.checkpoint
     def add(total: Scores, part: Any) -> tuple[Scores, None]:
         return jax.tree.map(jnp.add, total, scores_of(*part)), None
 
-    parts = (sliced(x), sliced(targets), sliced(weights))
+    parts = jax.tree.map(slices, (x, targets, weights))
     total, _ = jax.lax.scan(add, Scores(*[jnp.float32(0)] * 3), parts)
     return total
 

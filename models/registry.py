@@ -27,7 +27,6 @@ class ModelFamily:
 
     Attributes:
       name: its name on a command line.
-      config_type: class of its configs.
       model_type: its class, called as ``model_type(config, rngs=nnx.Rngs(seed))``.
       presets: configs by name; ``nano`` is for a small machine and a vocabulary of
         bytes.
@@ -59,7 +58,6 @@ MODELS: Mapping[str, ModelFamily] = {
 
 
 def family_of(config: ModelConfig) -> ModelFamily:
-    """Returns the architecture of a config."""
     return next(f for f in MODELS.values() if f.config_type is type(config))
 
 
@@ -67,8 +65,6 @@ def config_for(config: Any, task: TaskName, *, num_labels: int | None = None) ->
     """Returns a config with the head that a task needs.
 
     Args:
-      config: a config of any model.
-      task: the task.
       num_labels: classes of a classification; by default the config's own number.
 
     Raises:
@@ -106,7 +102,6 @@ def config_from_json(name: str, fields: Mapping[str, Any]) -> Any:
 
 
 def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> Any:
-    """Makes a model with new params."""
     return family_of(config).model_type(config, rngs=rngs)
 
 

@@ -24,6 +24,7 @@ from .layers import (
     ModelConfig,
     Remat,
     attention_mask,
+    blocks_of,
     dropout,
     embedding,
     join_heads,
@@ -128,7 +129,7 @@ class DistanceBias(nnx.Module):
         self.table = normal_param(config, shape, rngs=rngs, stddev=stddev)
 
     def __call__(self, seq: int) -> jax.Array:
-        """Biases of a sequence's self-attention: float32 [1, heads, queries, keys]."""
+        """Returns biases of self-attention: float32 [1, heads, queries, keys]."""
         buckets = distance_buckets(
             seq, seq, config=self.config, is_causal=self.is_causal
         )
@@ -244,9 +245,6 @@ class T5(LanguageModel):
             num_rows, stddev = config.vocab_size, config.num_features**-0.5
             self.lm_head = embedding(config, num_rows, rngs=rngs, stddev=stddev)
 
-    def _blocks(self, letter: str, num_layers: int) -> list[nnx.Module]:
-        return [getattr(self, f"{letter}{i}") for i in range(num_layers)]
-
     def encode(
         self,
         tokens: jax.Array,
@@ -255,11 +253,11 @@ class T5(LanguageModel):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """The encoder's normed output, [batch, seq, features]."""
+        """Returns the encoder's normed output, [batch, seq, features]."""
         key_0, key, key_1 = split_key(key, 3)
         rate = self.config.dropout
         x = run_blocks(
-            self._blocks("e", self.config.num_layers),
+            blocks_of(self, self.config.num_layers, "e"),
             dropout(look_up(self.config, self.wte, tokens), rate, key_0),
             key=key,
             remat=remat,
@@ -278,13 +276,13 @@ class T5(LanguageModel):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """Input of `output`'s table: [batch, targets, features]."""
+        """Returns the input of `output`'s table: [batch, targets, features]."""
         key_0, key, key_1 = split_key(key, 3)
         rate = self.config.dropout
         if decoder_segments is None and segments is not None:
             decoder_segments = jnp.ones_like(decoder_tokens)
         x = run_blocks(
-            self._blocks("d", self.config.num_decoder_layers),
+            blocks_of(self, self.config.num_decoder_layers, "d"),
             dropout(look_up(self.config, self.wte, decoder_tokens), rate, key_0),
             key=key,
             remat=remat,
@@ -306,7 +304,7 @@ class T5(LanguageModel):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """Input of `output`'s table: [batch, targets, features].
+        """Returns the input of `output`'s table: [batch, targets, features].
 
         Args:
           tokens: int [batch, seq], the encoder's input.
@@ -315,13 +313,11 @@ class T5(LanguageModel):
             padding; documents do not see each other.
           decoder_segments: int [batch, targets], the document that each token answers;
             document 1 by default.
-          key: key of the dropout; None for no dropout.
-          remat: wrapper of each block's function, such as `jax.checkpoint`.
         """
         key_1, key_2 = split_key(key, 2)
         encoded = self.encode(tokens, segments=segments, key=key_1, remat=remat)
-        given = {"segments": segments, "decoder_segments": decoder_segments}
-        return self.decode(encoded, decoder_tokens, key=key_2, remat=remat, **given)
+        documents = {"segments": segments, "decoder_segments": decoder_segments}
+        return self.decode(encoded, decoder_tokens, key=key_2, remat=remat, **documents)
 
     def __call__(
         self,
@@ -331,6 +327,6 @@ class T5(LanguageModel):
         segments: jax.Array | None = None,
         decoder_segments: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits of the answer: float32 [batch, targets, vocab]."""
-        given: Any = {"segments": segments, "decoder_segments": decoder_segments}
-        return self.head(self.hidden(tokens, decoder_tokens, **given))
+        """Returns logits of the answer: float32 [batch, targets, vocab]."""
+        documents: Any = {"segments": segments, "decoder_segments": decoder_segments}
+        return self.head(self.hidden(tokens, decoder_tokens, **documents))

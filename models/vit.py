@@ -15,6 +15,7 @@ from .blocks import Block, EncoderAttention, EncoderConfig, EncoderMLP
 from .layers import (
     Key,
     Remat,
+    blocks_of,
     dropout,
     layer_norm,
     linear,
@@ -40,7 +41,6 @@ class ViTConfig(EncoderConfig):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -64,19 +64,19 @@ class Patches(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(num, jnp.dtype(config.param_dtype)))
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """[batch, height, width, channels] to [batch, patches, features].
+        """Maps [batch, height, width, channels] to [batch, patches, features].
 
         Raises:
-            ValueError: the images do not have the config's size.
+          ValueError: the images do not have the config's size.
         """
-        size, count = self.config.patch_size, self.config.image_size
-        expected = (count, count, self.config.num_channels)
+        size, image_size = self.config.patch_size, self.config.image_size
+        expected = (image_size, image_size, self.config.num_channels)
         if images.shape[1:] != expected:
             raise ValueError(
                 f"ViT: expected images of {expected}, height, width and channels, got "
                 f"{images.shape[1:]}"
             )
-        side = count // size
+        side = image_size // size
         x = images.reshape(-1, side, size, side, size, expected[2])
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(
             -1, side * side, size**2 * expected[2]
@@ -101,13 +101,8 @@ class ViT(nnx.Module):
         self.ln_f = layer_norm(config, rngs=rngs)
         self.classifier = linear(config, num, config.num_labels, rngs=rngs)
 
-    @property
-    def blocks(self) -> list[Block]:
-        """The layers in order."""
-        return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
-
     def embed(self, images: jax.Array) -> jax.Array:
-        """The class token and the patches: [batch, 1 + patches, features]."""
+        """Returns the class token and patches: [batch, 1 + patches, features]."""
         x = self.patches(images)
         cls = jnp.broadcast_to(self.cls[...].astype(x.dtype), (len(x), 1, x.shape[-1]))
         return jnp.concatenate([cls, x], axis=1) + self.wpe[...].astype(x.dtype)
@@ -115,14 +110,9 @@ class ViT(nnx.Module):
     def __call__(
         self, images: jax.Array, *, key: Key = None, remat: Remat = None
     ) -> jax.Array:
-        """Class logits: [batch, height, width, channels] to float32 [batch, labels].
-
-        Args:
-          images: images, normalised as in training.
-          key: key of the dropout; None for no dropout.
-          remat: wrapper of each block's function, such as `jax.checkpoint`.
-        """
+        """Maps [batch, height, width, channels] to float32 logits [batch, labels]."""
         key_0, key = split_key(key, 2)
         x = dropout(self.embed(images), self.config.dropout, key_0)
-        x = self.ln_f(run_blocks(self.blocks, x, key=key, remat=remat))
+        blocks = blocks_of(self, self.config.num_layers)
+        x = self.ln_f(run_blocks(blocks, x, key=key, remat=remat))
         return self.classifier(x[:, 0]).astype(jnp.float32)

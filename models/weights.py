@@ -28,7 +28,7 @@ from .registry import (
     split,
 )
 
-_MOST_LAYERS, _MOST_LABELS = 1000, 1 << 16
+_MAX_LAYERS, _MAX_LABELS = 1000, 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +70,6 @@ def pretrained(
       dtype: dtype of activations.
       param_dtype: dtype of the params.
       seed: seed of a head that the folder lacks.
-
-    Returns:
-      Its ``apply(params, tokens)``, ``params``, their ``shapes`` and its ``config``.
 
     Raises:
       jaxinf.errors.ExchangeError: the folder cannot be read, or its files do not belong
@@ -118,7 +115,7 @@ class ModelFiles:
         checkpoint = HuggingFaceFolder.read(folder.expanduser().absolute())
         path = checkpoint.path / "config.json"
         num_tensors = len(checkpoint.tensors)
-        config, params = _config_of(checkpoint.architecture, path, num_tensors)
+        config, params = _make_config(checkpoint.architecture, path, num_tensors)
         checkpoint.leaves(_shapes(params), np.dtype(np.float32))
         return cls(config, params, checkpoint)
 
@@ -129,42 +126,37 @@ class ModelFiles:
         Raises:
           ExchangeError: the file cannot be read, or is the config of no model here.
         """
-        return cls(*_config_of(read_config_file(path.expanduser()), path))
+        return cls(*_make_config(read_config_file(path.expanduser()), path))
 
 
-def _config_of(
-    found: Architecture, path: Path, most_layers: int = _MOST_LAYERS
+def _make_config(
+    architecture: Architecture, path: Path, max_layers: int = _MAX_LAYERS
 ) -> tuple[ModelConfig, Params]:
     """Returns the configuration, and the tree of the model's params.
 
     Refuses one with more layers, which could take forever to lay out.
     """
-    limits = dict.fromkeys(("num_layers", "num_decoder_layers"), most_layers)
-    for name, most in {**limits, "num_labels": _MOST_LABELS}.items():
-        if (number := found.fields.get(name, 0)) > most:
+    limits = dict.fromkeys(("num_layers", "num_decoder_layers"), max_layers)
+    for name, limit in {**limits, "num_labels": _MAX_LABELS}.items():
+        if (number := architecture.fields.get(name, 0)) > limit:
             raise ExchangeError(
-                f"{path}: {name} of {number}, expected at most {most}; give a smaller "
+                f"{path}: {name} of {number}, expected at most {limit}; give a smaller "
                 "model, or the config.json that belongs to the weights"
             )
     try:
-        config = config_from_json(found.model, found.fields)
+        config = config_from_json(architecture.model, architecture.fields)
         return config, abstract_params(config)[1]
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ExchangeError(
-            f"{path}: expected the config of a {found.model_type}, found one that "
-            f"cannot be: {error}"
+            f"{path}: expected the config of a {architecture.model_type}, found one "
+            f"that cannot be: {error}"
         ) from error
 
 
 def deferred_params(files: ModelFiles, config: ModelConfig, seed: int) -> Params:
     """Returns the params of a checkpoint as leaves that are read on demand.
 
-    Args:
-      config: the model's configuration, with the head for the task.
-      seed: seed of a head that the checkpoint lacks.
-
-    Returns:
-      A tree like the model's, of `DeferredArray`s, and arrays for a new head.
+    A head that the checkpoint lacks has new arrays, by the seed.
 
     Raises:
       ExchangeError: tensors are missing, too many, or of other shapes; lists all.
@@ -174,15 +166,15 @@ def deferred_params(files: ModelFiles, config: ModelConfig, seed: int) -> Params
     # Tracing a large model takes seconds.
     like = files.params if plain == files.config else abstract_params(plain)[1]
     leaves = files.checkpoint.leaves(_shapes(like), np.dtype(config.param_dtype))
-    new = frozenset(path for path, leaf in leaves.items() if leaf is None)
-    made = _drawn(config, seed, new) if new else {}
+    missing = frozenset(path for path, leaf in leaves.items() if leaf is None)
+    new = _init_leaves(config, seed, missing) if missing else {}
     return jax.tree_util.tree_map_with_path(
-        lambda keys, _: leaves[_path(keys)] or np.asarray(made[_path(keys)]), like
+        lambda keys, _: leaves[_path(keys)] or np.asarray(new[_path(keys)]), like
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _drawn(
+def _init_leaves(
     config: ModelConfig, seed: int, paths: frozenset[str]
 ) -> Mapping[str, jax.Array]:
     _, params = split(make_model(config, rngs=nnx.Rngs(seed)))

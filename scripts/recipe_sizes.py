@@ -17,8 +17,8 @@ from jaxinf.command_line import UsageError
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import RunNeeds, count
-from jaxinf.train.run_file import read_run
+from jaxinf.train.count import RunNeeds, count_needs
+from jaxinf.train.run_file import read_run_file
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 PRESETS = {"Llama-2-7b-hf": ("llama", "llama2-7b")}
@@ -27,7 +27,7 @@ PRESETS = {"Llama-2-7b-hf": ("llama", "llama2-7b")}
 
 def run_of(path: Path) -> TrainConfig:
     """Reads a run; the model of a folder that is not here is a preset."""
-    run = read_run(path)
+    run = read_run_file(path)
     if run.source is None or run.source.exists():
         return check(run)
     if run.source.name not in PRESETS:
@@ -40,7 +40,7 @@ def counted(run: TrainConfig) -> RunNeeds:
     """Counts a run, without the values of its batch if it is not streamed."""
     tokens = np.zeros((run.batch_size, run.seq_len or 64), np.int32)
     batch = {"tokens": tokens, "targets": tokens} if run.mode == "stream" else None
-    return count(run, batch, None)
+    return count_needs(run, batch, None)
 
 
 def table(paths: Sequence[Path]) -> str:

@@ -8,14 +8,21 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from jaxinf.cli.arguments import AnyPath, StorePath, Switch, option, whole_path
-from jaxinf.cli.looking import say_warning
-from jaxinf.cli.terminal import make_table, show_progress
-from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.cli.committed import print_warning
+from jaxinf.cli.display import make_table, show_progress
+from jaxinf.command_line import (
+    ByteSize,
+    PathArg,
+    StorePath,
+    Switch,
+    UsageError,
+    absolute_path,
+    option,
+)
 from jaxinf.errors import printable
 from jaxinf.exchange import (
     TRANSIT_BYTES,
@@ -26,7 +33,7 @@ from jaxinf.exchange import (
     export_url,
     is_url,
     kept_tokenizer,
-    tokenizer_files,
+    read_tokenizer_files,
 )
 from jaxinf.store import (
     CopySource,
@@ -61,14 +68,14 @@ class List:
     json: Switch = False
 
     def run(self) -> None:
-        found = list_checkpoints(*all_members(self.store))
+        infos = list_checkpoints(*all_members(self.store))
         if self.json:
-            print(json.dumps([asdict(info) for info in found], indent=1))
+            print(json.dumps([asdict(info) for info in infos], indent=1))
             return
-        if not found:
+        if not infos:
             print(f"no checkpoints; make one: jaxinf checkpoint save {self.store}")
             return
-        texts = ((one.name, str(one.step), one.committed_at) for one in found)
+        texts = ((info.name, str(info.step), info.committed_at) for info in infos)
         rows = [tuple(map(printable, row)) for row in texts]
         make_console().print(make_table(("name", "step", "committed"), rows, ("step",)))
 
@@ -102,12 +109,15 @@ class Restore:
     def run(self) -> None:
         discards = self.discard_current
         record = restore_whole(self.store, self.name, discard_current=discards)
-        again = f"at step {record.step} again; the next run goes on from there"
-        print(f"{self.store}: {again}")
+        step = record.step
+        print(f"{self.store}: at step {step} again; the next run goes on from there")
 
 
-_FORMATS_WITH = {"dtype": ("huggingface",), "like": ("huggingface",)}
-_FORMATS_WITH |= {"average": ("safetensors", "huggingface")}
+_FORMATS_OF_FLAG = {
+    "dtype": ("huggingface",),
+    "like": ("huggingface",),
+    "average": ("safetensors", "huggingface"),
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ class Export:
     average: Switch = False
     # Huggingface: the folder that the params of a loop of your own came from; its
     # config.json and its tokenizer are written again.
-    like: Annotated[AnyPath | None, option("FOLDER")] = None
+    like: Annotated[PathArg | None, option("FOLDER")] = None
     # Huggingface: dtype of the tensors, rounded to nearest even; by default that of the
     # params in training.
     dtype: Annotated[
@@ -142,50 +152,56 @@ class Export:
     memory: Annotated[int, ByteSize] = TRANSIT_BYTES
 
     def run(self) -> None:
-        """Exports, and prints the path and content of the export."""
-        where, store = self._checked(), self.store
+        where, store = self._check_destination(), self.store
         with store_source(store, self.checkpoint) as source:
             step, number = source.step, source.step.commit.step
-            say_warning(store, step)
+            print_warning(store, step)
             with show_progress(f"step {number} to {where}") as progress:
                 options = ExportOptions(self.memory, progress)
                 content = self._write(source, where, options)
         print(f"{where}: step {number}, {content}")
 
-    def _checked(self) -> str:
-        """Returns the place of the export, if the flags fit it and each other."""
-        for flag, formats in _FORMATS_WITH.items():
+    def _check_destination(self) -> str:
+        """Returns the export's URL or path, if the flags fit it and each other."""
+        for flag, formats in _FORMATS_OF_FLAG.items():
             if getattr(self, flag) and self.format not in formats:
                 raise UsageError(f"--{flag} goes with --format {' or '.join(formats)}")
         if self.format == "zarr":
-            is_place = is_url(self.destination)
-            url = f"file://{whole_path(self.destination)}"
-            return ObjectStore(self.destination if is_place else url).where
+            url = self.destination
+            if not is_url(url):
+                url = f"file://{absolute_path(url)}"
+            return ObjectStore(url).where
         if is_url(self.destination):
             raise UsageError(
                 f"--format {self.format}: expected a directory, found a URL, which "
                 "takes --format zarr; export to a directory, and copy that"
             )
-        return str(whole_path(self.destination))
+        return str(absolute_path(self.destination))
 
     def _write(self, source: CopySource, where: str, options: ExportOptions) -> str:
-        """Writes the export; returns what it has."""
         step, destination = source.step, Path(where)
-        given: dict[str, Any] = {"average": self.average, "options": options}
         if self.format == "zarr":
-            done = export_url(step, where, beside=source.beside, options=options)
+            report = export_url(step, where, beside=source.beside, options=options)
             return (
-                f"{done.num_objects} objects, {format_bytes(done.num_bytes)}; "
-                f"{done.num_kept} chunks were there already"
+                f"{report.num_objects} objects, {format_bytes(report.num_bytes)}; "
+                f"{report.num_kept} chunks were there already"
             )
+        average = self.average
         if self.format == "safetensors":
-            export_safetensors(step, destination, **given)
+            export_safetensors(step, destination, options, average=average)
         else:
-            kept = kept_tokenizer(source.beside)
+            tokenizer = kept_tokenizer(source.beside)
             if self.like is not None:
-                kept = tokenizer_files(weights=self.like)
-            given |= {"dtype": self.dtype, "like": self.like, "beside": kept}
-            export_huggingface(step, destination, **given)
+                tokenizer = read_tokenizer_files(weights=self.like)
+            export_huggingface(
+                step,
+                destination,
+                average=average,
+                dtype=self.dtype,
+                like=self.like,
+                beside=tokenizer,
+                options=options,
+            )
         files = [file for file in destination.rglob("*") if file.is_file()]
         return format_bytes(sum(file.stat().st_size for file in files))
 
@@ -197,6 +213,5 @@ class Checkpoint:
     action: Save | List | Remove | Restore | Export
 
     def run(self) -> int:
-        """Prints to standard output; returns the exit status."""
         self.action.run()
         return 0

@@ -17,10 +17,9 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
-from jaxinf.cli.arguments import AnyPath
-from jaxinf.cli.place import Finding, Problem, look_at_place
-from jaxinf.cli.terminal import facts_table, heading, show_progress
-from jaxinf.command_line import ByteSize
+from jaxinf.cli.directories import Finding, Problem, examine_directory
+from jaxinf.cli.display import facts_table, heading, show_progress
+from jaxinf.command_line import ByteSize, PathArg
 from jaxinf.errors import DeviceConfigurationError, printable
 from jaxinf.native import toolchain
 from jaxinf.optimizer import check_device_configuration
@@ -42,62 +41,61 @@ class Doctor:
 
     # Directories where a store or a CSD root could be.
     paths: Annotated[
-        tyro.conf.Positional[tuple[AnyPath, ...]], tyro.conf.arg(metavar="[PATH ...]")
+        tyro.conf.Positional[tuple[PathArg, ...]],
+        tyro.conf.arg(metavar="[PATH ...]"),
     ] = (Path(),)
     # Length of the temporary file; shorter if space is short. 0 measures nothing.
     size: Annotated[int, ByteSize] = 1 << 30
 
     def run(self) -> int:
-        """Examines, and prints the findings; returns the exit status."""
         places = []
         for path in [path.absolute() for path in self.paths]:
             with show_progress(f"measuring {printable(str(path))}") as progress:
-                places.append(look_at_place(path, self.size, progress))
-        host = look_at_host()
-        for one in (*places, host):
-            _print(one)
-        bad = ", ".join(place.title for place in places if not place.is_usable)
-        verdict = f"cannot hold a store: {printable(bad)}" if bad else ""
-        if not bad and not host.is_usable:
+                places.append(examine_directory(path, self.size, progress))
+        host = examine_host()
+        for finding in (*places, host):
+            _print(finding)
+        unusable = ", ".join(place.title for place in places if not place.is_usable)
+        verdict = f"cannot hold a store: {printable(unusable)}" if unusable else ""
+        if not unusable and not host.is_usable:
             verdict = "no run can start here"
         style = "bold red" if verdict else "bold green"
         make_console().print(Text(f"\n{verdict or 'ready'}", style=style))
         return 1 if verdict else 0
 
 
-def _print(found: Finding) -> None:
+def _print(finding: Finding) -> None:
     rows: list[tuple[str, str | Text]] = []
-    rows += [(name, printable(fact)) for name, fact in found.facts.items()]
-    for problem in found.problems:
+    rows += [(name, printable(fact)) for name, fact in finding.facts.items()]
+    for problem in finding.problems:
         what = Text(printable(problem.what), "red" if problem.is_fatal else "yellow")
         what.append(f"\nremedy: {printable(problem.remedy)}", style="default")
         rows.append(("error" if problem.is_fatal else "note", what))
     console = make_console()
-    console.print(heading(printable(found.title)), soft_wrap=True)
+    console.print(heading(printable(finding.title)), soft_wrap=True)
     console.print(facts_table(rows))
 
 
 # --- this machine --------------------------------------------------------------------
 
 
-def look_at_host() -> Finding:
+def examine_host() -> Finding:
     """Examines the machine; starts JAX's clients, which may take seconds."""
     isa = platform.machine()
     if isa == "x86_64":
         isa = toolchain.levels()[0]
     compiler = toolchain.find_compiler()
     problems = _cpu_problems(isa) + _cache_problems()
-    found = Finding("this machine", problems=problems)
     if compiler is None:
         what, _, remedy = toolchain.NO_COMPILER.partition("; ")
         what += ": optimizers that this package has no kernels for cannot run"
-        found.problems.append(Problem(what, remedy))
-    named = re.search(r"(?m)^model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    model = named[1] if named else platform.processor() or "unknown"
+        problems.append(Problem(what, remedy))
+    match = re.search(r"(?m)^model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    model = match[1] if match else platform.processor() or "unknown"
     total = format_bytes(MACHINE_MEMORY_BYTES)
     left, limit = free_memory() or (MACHINE_MEMORY_BYTES, "the machine")
-    devices = Counter(_jax_devices(found.problems))
-    found.facts = {
+    devices = Counter(_jax_devices(problems))
+    facts = {
         "processor": f"{model}, cores: {len(os.sched_getaffinity(0))}, {isa}",
         "memory": f"{total}, of which {limit} leaves {format_bytes(left)}",
         "packages": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
@@ -105,7 +103,7 @@ def look_at_host() -> Finding:
         or "none",
         "compiler": compiler or "none",
     }
-    return found
+    return Finding("this machine", facts, problems)
 
 
 def _cpu_problems(isa: str) -> list[Problem]:
@@ -120,17 +118,17 @@ def _cpu_problems(isa: str) -> list[Problem]:
 
 
 def _cache_problems() -> list[Problem]:
-    """Tries whether kernels that are compiled on this machine can be kept."""
+    """Tests whether compiled kernels can be kept on this machine."""
     cache = toolchain.cache_directory()
     try:
         tempfile.TemporaryDirectory(dir=existing_parent(cache)).cleanup()
     except OSError as error:
         what = f"{cache}: compiled kernels cannot be kept there ({error.strerror})"
         remedy = "name a directory that this user can write in JAXINF_CACHE_DIR"
-        own = map(toolchain.prebuilt_library, toolchain.levels()[:1])
-        if has_own := any(library.exists() for library in own):
+        prebuilt = map(toolchain.prebuilt_library, toolchain.levels()[:1])
+        if has_prebuilt := any(library.exists() for library in prebuilt):
             what += ": optimizers that this package has no kernels for cannot run"
-        return [Problem(what, remedy, is_fatal=not has_own)]
+        return [Problem(what, remedy, is_fatal=not has_prebuilt)]
     return []
 
 

@@ -24,18 +24,19 @@ import shlex
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from jaxinf.cli.arguments import StorePath, Switch
-from jaxinf.cli.looking import open_committed, over_members
-from jaxinf.cli.terminal import facts_table, heading, make_table
+from jaxinf.cli.committed import for_each_member, open_committed
+from jaxinf.cli.display import facts_table, heading, make_table
+from jaxinf.command_line import StorePath, Switch
 from jaxinf.errors import printable
 from jaxinf.store import (
     SLOTS,
@@ -64,8 +65,7 @@ class Inspect:
     json: Switch = False
 
     def run(self) -> int:
-        """Prints to standard output; returns the exit status."""
-        return over_members(self.store, self._inspect, as_json=self.json)
+        return for_each_member(self.store, self._inspect, as_json=self.json)
 
     def _inspect(self, path: Path) -> bool:
         with open_committed(path) as (directory, step):
@@ -131,7 +131,7 @@ def _leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
 
 
 def _drives(directory: StoreDirectory) -> Iterator[dict[str, Any]]:
-    num_chunks = Counter(one.csd for one in directory.manifest.held())
+    num_chunks = Counter(chunk.csd for chunk in directory.manifest.held())
     roots = directory.manifest.csds or (str(directory.path),)
     chunk_bytes = required_bytes(directory, num_steps=1)
     for csd, folder in enumerate(directory.csd_directories):
@@ -147,16 +147,16 @@ def _drives(directory: StoreDirectory) -> Iterator[dict[str, Any]]:
 
 def _disk_bytes(directory: StoreDirectory) -> int:
     """Counts the blocks of both slots in bytes; a file in both counts once."""
-    seen: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     for slot in SLOTS:
         for root in directory.folders(slot):
             for folder, _, files in os.walk(root):
                 for file in files:
                     # A writer may have renamed the file.
                     with contextlib.suppress(FileNotFoundError):
-                        found = os.lstat(os.path.join(folder, file))
-                        seen[found.st_dev, found.st_ino] = found.st_blocks * 512
-    return sum(seen.values())
+                        status = os.lstat(os.path.join(folder, file))
+                        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 def _find_writer(store: Path) -> Holder | None:
@@ -171,26 +171,36 @@ def _find_writer(store: Path) -> Holder | None:
 
 
 def _print_store(console: Console, document: Mapping[str, Any]) -> None:
+    console.print(Text(printable(document["store"]), style="bold"), soft_wrap=True)
+    facts = _facts(document).items()
+    console.print(facts_table((name, printable(fact)) for name, fact in facts))
+    console.print(heading("drives"))
+    console.print(_drives_table(document["drives"]))
+    console.print(heading("leaves"))
+    console.print(_leaves_table(document["leaves"], console.width))
+
+
+def _facts(document: Mapping[str, Any]) -> dict[str, str]:
     leaves, state_bytes = document["leaves"], document["state_bytes"]
     states = ", ".join(f"{k} {format_bytes(num)}" for k, num in state_bytes.items())
-    shown = "none on this machine"
+    process = "none on this machine"
     if writer := document["writer"]:
-        shown = f"process {writer['pid']} on {writer['host']}: "
-        shown += shlex.join(writer["command"])[:120]
-    facts = {
+        process = f"process {writer['pid']} on {writer['host']}: "
+        process += shlex.join(writer["command"])[:120]
+    return {
         "step": f"{document['step']:,}, committed {document['committed_at']}",
         "skipped": f"{document['skipped_steps']:,} steps with a non-finite gradient",
         "params": f"{document['num_params']:,} in {len(leaves):,} leaves",
         "state": f"{format_bytes(sum(state_bytes.values()))}: {states}",
         "on disk": f"{format_bytes(document['disk_bytes'])} in two slots",
         "checkpoints": ", ".join(c["name"] for c in document["checkpoints"]) or "none",
-        "writer": shown,
+        "writer": process,
         "made by": ", ".join(f"{k} {v}" for k, v in document["created_by"].items()),
         "for zarr": leaves[0]["states"][0]["array"] if leaves else "nothing",
     }
-    console.print(Text(printable(document["store"]), style="bold"), soft_wrap=True)
-    console.print(facts_table((name, printable(fact)) for name, fact in facts.items()))
-    console.print(heading("drives"))
+
+
+def _drives_table(drives: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("chunks", "one slot", "free", "of")
     sizes = ("chunk_bytes", "free_bytes", "total_bytes")
     rows = [
@@ -199,16 +209,18 @@ def _print_store(console: Console, document: Mapping[str, Any]) -> None:
             f"{drive['num_chunks']:,}",
             *(format_bytes(drive[size]) for size in sizes),
         )
-        for drive in document["drives"]
+        for drive in drives
     ]
-    console.print(make_table(("root", *columns), rows, columns))
-    console.print(heading("leaves"))
+    return make_table(("root", *columns), rows, columns)
+
+
+def _leaves_table(leaves: Sequence[Mapping[str, Any]], width: int) -> Table:
     rows = [
         (
             printable(leaf["name"]),
             str(tuple(leaf["shape"])),
             leaf["dtype"],
-            printable(_by_dtype(leaf["states"])),
+            printable(_states_by_dtype(leaf["states"])),
             format_bytes(leaf["num_bytes"]),
         )
         for leaf in leaves
@@ -216,13 +228,13 @@ def _print_store(console: Console, document: Mapping[str, Any]) -> None:
     table = make_table(("leaf", "shape", "dtype", "states", "size"), rows, ("size",))
     # Users copy names, so the other columns are shortened first.
     longest = max((len(row[0]) for row in rows), default=0)
-    table.columns[0].min_width = min(longest, max(20, console.width - 50))
-    console.print(table)
+    table.columns[0].min_width = min(longest, max(20, width - 50))
+    return table
 
 
-def _by_dtype(states: list[Mapping[str, Any]]) -> str:
+def _states_by_dtype(states: Sequence[Mapping[str, Any]]) -> str:
     """Groups names by dtype: ``params mu nu float32``."""
     names: dict[str, str] = {}
     for state in states:
         names[state["dtype"]] = names.get(state["dtype"], "") + state["name"] + " "
-    return ", ".join(f"{found}{dtype}" for dtype, found in names.items())
+    return ", ".join(f"{name}{dtype}" for dtype, name in names.items())

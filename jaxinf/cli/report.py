@@ -17,14 +17,13 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
-from jaxinf.cli.arguments import AnyPath, option
 from jaxinf.cli.run_logs import Columns, Logs, read_logs
-from jaxinf.command_line import UsageError
+from jaxinf.command_line import PathArg, UsageError, option
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import write_bytes_atomically
 
-_MOST_RUNS = 16
+_MAX_RUNS = 16
 _COLOURS = ("#3b8ee0", "#e07b39", "#3aa35b", "#9a7fd1", "#c05656", "#b8901f", "#2aa5a0")
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -59,16 +58,15 @@ class Report:
 
     # Log directories of runs.
     logs: Annotated[
-        tyro.conf.Positional[tuple[AnyPath, ...]], option("LOG_DIR [LOG_DIR ...]")
+        tyro.conf.Positional[tuple[PathArg, ...]], option("LOG_DIR [LOG_DIR ...]")
     ]
     # The page; by default report.html in the first LOG_DIR.
-    output: Annotated[AnyPath | None, option("FILE")] = None
+    output: Annotated[PathArg | None, option("FILE")] = None
 
     def run(self) -> int:
-        """Prints the page's path to standard output; returns the exit status."""
-        if not 0 < len(self.logs) <= _MOST_RUNS:
+        if not 0 < len(self.logs) <= _MAX_RUNS:
             raise UsageError(
-                f"report: expected the log directory of a run, or up to {_MOST_RUNS}, "
+                f"report: expected the log directory of a run, or up to {_MAX_RUNS}, "
                 f"got {len(self.logs)}"
             )
         try:
@@ -83,7 +81,7 @@ class Report:
             names = list(map(str, self.logs))
         read = map(read_logs, self.logs)
         runs = dict(zip(names, read, strict=True))
-        figures = [one for one in _figures(runs) if one.traces]
+        figures = [figure for figure in _figures(runs) if figure.traces]
         page = _page(runs, figures, get_plotlyjs()).encode("utf-8", errors="replace")
         output = self.output or self.logs[0] / "report.html"
         write_bytes_atomically(output, page)
@@ -101,9 +99,10 @@ class _Figure(NamedTuple):
 def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) -> str:
     title = escape("Report of " + ", ".join(runs))
     parts = [_table("Summary", ["", *runs], _summary(runs))]
-    for number, one in enumerate(figures):
+    for number, figure in enumerate(figures):
+        title_html, text_html = escape(figure.title), escape(figure.text)
         parts.append(
-            f"<section><h2>{escape(one.title)}</h2><p>{escape(one.text)}</p><noscript>"
+            f"<section><h2>{title_html}</h2><p>{text_html}</p><noscript>"
             f'<p>The figure needs a script.</p></noscript><div id="figure-{number}" '
             f'class="plotly-graph-div"></div></section>'
         )
@@ -111,8 +110,8 @@ def _page(runs: Mapping[str, Logs], figures: Sequence[_Figure], plotly_js: str) 
     settings = [[k, *(r.settings.get(k, "") for r in runs.values())] for k in names]
     settings.sort(key=lambda row: len(set(row[1:])) == 1)  # first where runs differ
     parts.append(_table("Settings", ["", *runs], settings))
-    drawn = json.dumps([[one.traces, one.unit] for one in figures])
-    scripts = [plotly_js, _DRAW % drawn.replace("<", "\\u003c")]
+    data = json.dumps([[figure.traces, figure.unit] for figure in figures])
+    scripts = [plotly_js, _DRAW % data.replace("<", "\\u003c")]
     digests = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
         for s in scripts
@@ -219,7 +218,6 @@ def _figures(runs: Mapping[str, Logs]) -> Iterator[_Figure]:
 
 
 def _lines(columns: Columns, group: str, unit: int = 1) -> list[dict[str, Any]]:
-    """Returns the lines of a group's columns."""
     names = [column for column in columns if column.startswith(group)]
     return [
         line

@@ -17,11 +17,11 @@ from jaxinf.errors import StoreIOError
 from jaxinf.transfer import read_bounded
 from jaxinf.typing import Array
 
-MOST_POINTS = 2000
-_MOST_COLUMNS = 64
+MAX_POINTS = 2000
+_MAX_COLUMNS = 64
 _LINE_BYTES = 1 << 20
 _DOCUMENT_BYTES = 1 << 20
-_MOST_CHARS = 500  # of a setting
+_MAX_CHARS = 500  # of a setting
 
 _FIELDS = ("step", "loss", "tokens", "step_s", "rss_bytes", "drive_read_bytes")
 _FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes")
@@ -33,11 +33,7 @@ group as ``phases.read``, and ``rate``, tokens a second."""
 
 
 class Logs(NamedTuple):
-    """The content of a log directory.
-
-    Settings are those of ``config.json``, with the versions of packages; notes name the
-    parts that could not be read, or were left out.
-    """
+    """The content of a log directory; notes name the parts that are left out."""
 
     columns: Columns
     num_steps: int
@@ -62,26 +58,28 @@ def read_logs(path: Path) -> Logs:
             columns["rate"] = columns["tokens"] / columns["step_s"]
     if (path / "metrics.last.json").exists():
         notes.append("the run had not ended when this was written: it goes on, or died")
-    held_out = path / "validation.jsonl"
-    validation = _table(held_out, notes)[0] if held_out.is_file() else {}
+    validation_log = path / "validation.jsonl"
+    validation = _table(validation_log, notes)[0] if validation_log.is_file() else {}
     settings = _document(path / "config.json", notes)
     if isinstance(versions := settings.pop("versions", {}), dict):
-        settings |= {f"version of {name}": one for name, one in versions.items()}
-    shown = {
-        name: (value if isinstance(value, str) else json.dumps(value))[:_MOST_CHARS]
+        settings |= {f"version of {name}": text for name, text in versions.items()}
+    settings = {
+        name: (value if isinstance(value, str) else json.dumps(value))[:_MAX_CHARS]
         for name, value in settings.items()
     }
-    return Logs(columns, num_steps, validation, shown, notes)
+    return Logs(columns, num_steps, validation, settings, notes)
 
 
 def _table(path: Path, notes: list[str]) -> tuple[Columns, int]:
-    """Returns columns of the last line, and of others at equal distances; and the
-    number of lines."""
+    """Returns columns of the last line and of others at equal distances.
+
+    Also returns the number of all lines.
+    """
     rows, number, num_bad = list[Any](), 0, 0
     with path.open("rb") as file:
         blocks = iter(lambda: file.read(1 << 20), b"")
         num_lines = sum(block.count(b"\n") for block in blocks)
-        every = -(-num_lines // MOST_POINTS)
+        every = -(-num_lines // MAX_POINTS)
         file.seek(0)
         while (line := file.readline(_LINE_BYTES)) and number < num_lines:
             number += line.endswith(b"\n")
@@ -95,7 +93,7 @@ def _table(path: Path, notes: list[str]) -> tuple[Columns, int]:
         notes.append(f"{path.name}: {num_bad} lines are no steps, and left out")
     if every > 1:
         notes.append(f"{path.name}: one of {every} lines is shown, of {num_lines:,}")
-    names = [*dict.fromkeys(chain.from_iterable(rows))][:_MOST_COLUMNS]
+    names = [*dict.fromkeys(chain.from_iterable(rows))][:_MAX_COLUMNS]
     return {n: np.array([row.get(n, np.nan) for row in rows]) for n in names}, num_lines
 
 
@@ -107,12 +105,12 @@ def _values(line: bytes) -> dict[str, float] | None:
         return None
     if not isinstance(document, dict) or not _is_number(document.get("step")):
         return None
-    found = {name: document.get(name) for name in _FIELDS}
+    fields = {name: document.get(name) for name in _FIELDS}
     for group in _GROUPS:
         if isinstance(inner := document.get(group), dict):
-            found |= {f"{group}.{name[:80]}": value for name, value in inner.items()}
-    known = [(name, value) for name, value in found.items() if _is_number(value)]
-    return dict(known[:_MOST_COLUMNS])
+            fields |= {f"{group}.{name[:80]}": value for name, value in inner.items()}
+    numbers = [(name, value) for name, value in fields.items() if _is_number(value)]
+    return dict(numbers[:_MAX_COLUMNS])
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -7,11 +7,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxinf.cli.arguments import AnyPath, Switch, option, whole_path
 from jaxinf.cli.checkpoints import Export
-from jaxinf.cli.looking import say_warning
-from jaxinf.cli.terminal import show_progress
-from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.cli.committed import print_warning
+from jaxinf.cli.display import show_progress
+from jaxinf.command_line import (
+    ByteSize,
+    PathArg,
+    Switch,
+    UsageError,
+    absolute_path,
+    option,
+)
 from jaxinf.errors import printable
 from jaxinf.exchange import TRANSIT_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (
@@ -49,7 +55,7 @@ class Store:
     master: Annotated[MasterFormat | None, option("{fp32,split,none}")] = None
     # A CSD root of NEW; repeat it for all. {process} is its number.
     csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[AnyPath, ...]], option("DIR")
+        tyro.conf.UseAppendAction[tuple[PathArg, ...]], option("DIR")
     ] = ()
     # Divide it among so many processes.
     processes: Annotated[int | None, option("N")] = None
@@ -59,7 +65,6 @@ class Store:
     memory: Annotated[int, ByteSize] = TRANSIT_BYTES
 
     def run(self) -> int:
-        """Copies, and prints what came of it; returns the exit status."""
         roots, formats = map(str, self.csd_root), Formats(self.state, self.master)
         layout = CopyLayout(formats, tuple(roots), self.processes)
         url = export_url_at(self.old)
@@ -69,18 +74,19 @@ class Store:
                     "NEW: a URL takes a step as a store has it: make the store first, "
                     "and copy that to the URL"
                 )
-            Export(whole_path(self.old), self.new, memory=self.memory).run()
+            Export(absolute_path(self.old), self.new, memory=self.memory).run()
             return 0
-        old, new = whole_path(self.old), whole_path(self.new)
+        old, new = absolute_path(self.old), absolute_path(self.new)
         is_same = url is None and os.path.realpath(old) == os.path.realpath(new)
         with contextlib.ExitStack() as stack:
             if url is not None:
                 source = export_source(url, self.memory)
             else:
-                along = is_same or self.checkpoints
-                opened = store_source(old, holds=is_same, checkpoints=along)
-                source = stack.enter_context(opened)
-                say_warning(old, source.step)
+                has_checkpoints = is_same or self.checkpoints
+                source = stack.enter_context(
+                    store_source(old, holds=is_same, checkpoints=has_checkpoints)
+                )
+                print_warning(old, source.step)
             progress = stack.enter_context(show_progress(f"copying to {new}"))
             num_bytes = copy_step(source, new, layout, progress)
         step = source.step.commit.step

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from jaxinf.cli.arguments import StorePath, Switch, option
-from jaxinf.cli.looking import open_committed, over_members
-from jaxinf.cli.terminal import show_progress
+from jaxinf.cli.committed import for_each_member, open_committed
+from jaxinf.cli.display import show_progress
+from jaxinf.command_line import StorePath, Switch, option
 from jaxinf.errors import printable
 from jaxinf.store import (
     SLOTS,
@@ -46,13 +46,12 @@ class Verify:
     json: Switch = False
 
     def run(self) -> int:
-        """Prints to standard output; returns the exit status."""
         if left := left_by_copy(self.store):
             make_console(sys.stderr).print(
                 f"warning: {left}: what a copy has made or replaced that was "
                 "interrupted, or goes on; give its command again, which completes it"
             )
-        return over_members(self.store, self._verify, as_json=self.json)
+        return for_each_member(self.store, self._verify, as_json=self.json)
 
     def _verify(self, path: Path) -> bool:
         """Verifies a store, and prints; returns whether there is no damage."""
@@ -63,8 +62,7 @@ class Verify:
                 with show_progress(title) as progress:
                     found = verify_step(directory, place, progress, seen=seen)
                 if place.exists():  # a run may have removed a checkpoint meanwhile
-                    named = [replace(one, file=_in_slot(one.file)) for one in found]
-                    damages[title] = named
+                    damages[title] = [replace(d, file=_in_slot(d.file)) for d in found]
                 elif self.checkpoint is not None:
                     check_exists(directory, self.checkpoint)
             num_bytes = step_bytes(directory)
@@ -88,29 +86,29 @@ def _steps(
         yield f"step {step.commit.step}, committed", step.path
     else:
         check_exists(directory, name)
-    for one in names:
-        yield f"checkpoint {one}", directory.path / "checkpoints" / one
+    for checkpoint in names:
+        yield f"checkpoint {checkpoint}", directory.path / "checkpoints" / checkpoint
 
 
 def _in_slot(file: Path) -> Path:
-    """Returns the file of a slot that one of a snapshot, which goes, is a link to."""
+    """Returns the slot's file that a file of the temporary snapshot is a link to."""
     for place in (*SLOTS, *(f"slots/{slot}" for slot in SLOTS)):  # on a CSD, or not
-        other = Path(re.sub(r"/snapshots/[0-9a-f]{32}/", f"/{place}/", str(file)))
-        if other.exists() and file.exists() and other.samefile(file):
-            return other
+        linked = Path(re.sub(r"/snapshots/[0-9a-f]{32}/", f"/{place}/", str(file)))
+        if linked.exists() and file.exists() and linked.samefile(file):
+            return linked
     return file
 
 
-def _print(path: Path, found: dict[str, list[Damage]], num_bytes: int) -> None:
+def _print(path: Path, damages: dict[str, list[Damage]], num_bytes: int) -> None:
     console = make_console()
-    for title, damages in found.items():
-        verdict = f"{len(damages)} damaged" if damages else "clean"
+    for title, of_step in damages.items():
+        verdict = f"{len(of_step)} damaged" if of_step else "clean"
         console.print(f"{title}: {format_bytes(num_bytes)}, {verdict}")
-        for damage in damages:
+        for damage in of_step:
             console.print(printable(f"  {damage.what}: {damage.problem}"))
             console.print(printable(f"    {damage.file}"))
-    if any(found.values()):
-        clean = [title for title, damages in found.items() if not damages]
+    if any(damages.values()):
+        clean = [title for title, of_step in damages.items() if not of_step]
         remedy = f"go back to a clean checkpoint: jaxinf checkpoint restore {path} NAME"
         if not any(title.startswith("checkpoint ") for title in clean):
             remedy = "a copy or an export from before helps, as no checkpoint is clean"

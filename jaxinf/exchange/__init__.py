@@ -10,22 +10,14 @@ from jaxinf.exchange.huggingface_config import (
     read_config_file,
     write_config,
 )
-from jaxinf.exchange.huggingface_folder import (
-    HuggingFaceFolder,
-    export_huggingface,
-)
-from jaxinf.exchange.params import (
-    LORA_A,
-    LORA_B,
-    TRANSIT_BYTES,
-    ExportOptions,
-)
+from jaxinf.exchange.huggingface_folder import HuggingFaceFolder, export_huggingface
+from jaxinf.exchange.params import LORA_A, LORA_B, TRANSIT_BYTES, ExportOptions
 from jaxinf.exchange.safetensors_files import export_safetensors
 from jaxinf.exchange.sources import (
     VOCABULARIES,
     keep_tokenizer,
     kept_tokenizer,
-    tokenizer_files,
+    read_tokenizer_files,
 )
 from jaxinf.exchange.url_export import (
     ObjectStore,

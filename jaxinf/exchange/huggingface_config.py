@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from jaxinf.documents import convert, shown
+from jaxinf.documents import convert, shorten
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_families import (
     FAMILIES,
@@ -22,13 +22,13 @@ from jaxinf.exchange.huggingface_families import (
     Rope,
     RopeBase,
 )
-from jaxinf.exchange.sources import read_foreign
+from jaxinf.exchange.sources import read_json_document
 from jaxinf.typing import JsonValue
 
 _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
-_READ_LAST = ("gpt2", "llama")
-_SAME = {"activation_function": ("gelu_pytorch_tanh",)}
+_CLASSIFY_LAST_TOKEN = ("gpt2", "llama")
+_EQUAL_VALUES = {"activation_function": ("gelu_pytorch_tanh",)}
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
@@ -53,7 +53,7 @@ _KINDS: Mapping[str, Any] = {
 }
 """Types of fields that are read; others of a family are counts."""
 
-_PLAIN: Fields = {
+_REQUIRED: Fields = {
     "is_decoder": False,
     "add_cross_attention": False,
     "tie_encoder_decoder": False,
@@ -83,7 +83,7 @@ _HARMLESS = frozenset(
     encoder_stride max_window_layers
     """.split()
 )
-_HARMLESS_BEGINNINGS = ("_", "output_", "pooler_", "return_dict", "summary_", "unsloth")
+_HARMLESS_PREFIXES = ("_", "output_", "pooler_", "return_dict", "summary_", "unsloth")
 """Fields on which no logits and no loss of any family depend."""
 
 
@@ -106,7 +106,6 @@ class Architecture:
 
     @property
     def family(self) -> Family:
-        """The names of its tensors."""
         is_gated = self.fields.get("mlp") == "gated-gelu"
         return T5_GATED if is_gated else FAMILIES[self.model]
 
@@ -120,16 +119,16 @@ def read_config(document: Any, *, where: str) -> Architecture:
             f"{where}: expected a model_type of {', '.join(FAMILIES)}, found {kind!r}; "
             "other architectures are not known here"
         )
-    document = _with_first_names(document, family)
-    known = {**family.defaults, **document}
+    document = _resolve_aliases(document, family)
+    values = {**family.defaults, **document}
     try:
         for name, value in document.items():
             _check_field(family, name, value)
         for theirs in family.names.values():
-            if known.get(theirs) is None:
+            if values.get(theirs) is None:
                 raise ValueError(f"{theirs}: expected a value, found none")
-        fields = {ours: known[theirs] for ours, theirs in family.names.items()}
-        fields |= family.own | family.read(known)
+        fields = {ours: values[theirs] for ours, theirs in family.names.items()}
+        fields |= family.implied | family.read(values)
         if "classification" in family.classes:
             labels = document.get("id2label")
             fields["num_labels"] = len(labels or ()) or document.get("num_labels", 2)
@@ -141,40 +140,43 @@ def read_config(document: Any, *, where: str) -> Architecture:
     return Architecture(family.model, fields, str(kind), extra)
 
 
-def _with_first_names(document: Document, family: Family) -> Fields:
-    """Returns a document without second names of fields, after which a first counts."""
+def _resolve_aliases(document: Document, family: Family) -> Fields:
+    """Replaces second names of fields by the first, which win where both are there."""
     aliases = family.aliases
-    given = {k: v for k, v in document.items() if v is not None}
-    seconds = {aliases[k]: v for k, v in given.items() if k in aliases}
-    return seconds | {k: v for k, v in document.items() if k not in aliases}
+    present = {k: v for k, v in document.items() if v is not None}
+    renamed = {aliases[k]: v for k, v in present.items() if k in aliases}
+    return renamed | {k: v for k, v in document.items() if k not in aliases}
 
 
 def _check_field(family: Family, name: str, value: Any) -> None:
     """Refuses a value that cannot be read, and a field that is not known."""
-    ours = _PLAIN | family.fixed
-    if value is None or (name in ours and value in (ours[name], *_SAME.get(name, ()))):
+    required = _REQUIRED | family.fixed
+    if value is None:
         return
-    if name in ours:
+    if name in required:
+        if value in (required[name], *_EQUAL_VALUES.get(name, ())):
+            return
         raise ValueError(
-            f"{name}: expected {ours[name]!r}, as this model has it, found "
-            f"{shown(value)}"
+            f"{name}: expected {required[name]!r}, as this model has it, found "
+            f"{shorten(value)}"
         )
     if name in (*family.names.values(), *family.defaults, *_KINDS):
         convert(value, _KINDS.get(name, _Count), name)
         return
-    is_of_ends = name.startswith(_HARMLESS_BEGINNINGS) or name.endswith("_token_id")
-    if is_of_ends or name in _HARMLESS:
+    if name in _HARMLESS or name.startswith(_HARMLESS_PREFIXES):
+        return
+    if name.endswith("_token_id"):
         return
     raise ValueError(
-        f"{shown(name)}: expected no such field, as it is not known here what it "
-        f"changes, found {shown(value)}; take it out if no result depends on it"
+        f"{shorten(name)}: expected no such field, as it is not known here what it "
+        f"changes, found {shorten(value)}; take it out if no result depends on it"
     )
 
 
 def read_config_file(path: Path) -> Architecture:
     """Reads a config.json that has no weights."""
     what, remedy = "a config.json of Hugging Face", "check the path, or copy it anew"
-    document = read_foreign(path, dict[str, Any], what, remedy)
+    document = read_json_document(path, dict[str, Any], what, remedy)
     return read_config(document, where=str(path))
 
 
@@ -184,7 +186,7 @@ def write_config(
     """Makes the config.json of one of our models, with tensors of a dtype beside it."""
     fields, extra = architecture.fields, dict(architecture.extra)
     kind = _model_type(architecture)
-    if task == "classification" and architecture.model in _READ_LAST:
+    if task == "classification" and architecture.model in _CLASSIFY_LAST_TOKEN:
         # The last token before the padding is read, and `transformers` refuses a batch
         # without one. A model without one gets its end, as in the trainer.
         end = extra.get("eos_token_id")
@@ -210,12 +212,12 @@ def write_config(
 
 
 def _model_type(architecture: Architecture) -> str:
-    """Finds the family of our model with these fields, if possible its own."""
+    """Finds a ``model_type`` with these fields, if possible that of the source."""
     for kind in (architecture.model_type, *FAMILIES):
         family = FAMILIES.get(kind)
         if family is not None and family.model == architecture.model:
-            own = {ours: architecture.fields[ours] for ours in family.own}
-            if own == family.own:
+            implied = {ours: architecture.fields[ours] for ours in family.implied}
+            if implied == family.implied:
                 return kind
     raise ExchangeError(
         "a llama config with more than one of window, qkv_bias and qk_norm: "

@@ -40,7 +40,7 @@ class Rope(msgspec.Struct, forbid_unknown_fields=True):
 
 _SUFFIXES = dict.fromkeys(("kernel", "scale", "table"), ".weight") | {"bias": ".bias"}
 
-_SYNONYMS = {
+_ALIASES = {
     "num_layers": "num_hidden_layers n_layer",
     "num_heads": "num_attention_heads n_head",
     "num_features": "hidden_size n_embd n_embed d_model",
@@ -61,8 +61,9 @@ class Family:
       classes: Hugging Face's class for each task.
       layers: our layer → theirs. A kernel is [out, in] there, [in, out] here.
       names: our field → theirs, which must have a value or a default.
-      arrays: our leaf → their tensor, for those whose name does not end in ``.weight``.
-      transposed: whether kernels are; those of GPT-2 are [in, out] there, too.
+      tensors: our leaf → their tensor, for those whose name does not end in
+        ``.weight``.
+      transposed: whether kernels are [out, in]; GPT-2 has [in, out], too.
       prefix: prefix of the base model's names, which a bare base model lacks.
       tied: other names that a file may have for a tensor with shared values.
       heads: beginnings of our paths that a checkpoint of another task lacks. Below
@@ -70,7 +71,7 @@ class Family:
       unused: pattern of tensors that are not params: buffers, other tasks' heads.
       defaults: their field → its value if it is missing.
       fixed: their field → the value that our model has.
-      own: our fields that this ``model_type`` says.
+      implied: our fields whose values follow from this ``model_type``.
       read: makes further fields of ours from a document with the defaults in it.
       write: the reverse.
     """
@@ -79,7 +80,7 @@ class Family:
     classes: Mapping[str, str]
     layers: Mapping[str, str]
     names: Mapping[str, str]
-    arrays: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
     transposed: bool = True
     prefix: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class Family:
     unused: str = ""
     defaults: Fields = field(default_factory=dict)
     fixed: Fields = field(default_factory=dict)
-    own: Fields = field(default_factory=dict)
+    implied: Fields = field(default_factory=dict)
     read: Callable[[Document], Fields] = lambda document: {}
     write: Callable[[Document], Fields] = lambda fields: {}
 
@@ -97,19 +98,19 @@ class Family:
         return {
             second: theirs
             for ours, theirs in self.names.items()
-            for second in _SYNONYMS.get(ours, "").split()
+            for second in _ALIASES.get(ours, "").split()
             if second != theirs
         }
 
-    def find(self, path: str) -> tuple[str, tuple[int, ...]]:
+    def find_tensor(self, path: str) -> tuple[str, tuple[int, ...]]:
         """Returns the name of a leaf's tensor, and the order of its axes in the leaf.
 
         No axes stand for no change. Raises KeyError for a leaf that the family lacks.
         """
         number = "".join(re.findall(r"^[a-z](\d+)/", path))
         path = re.sub(r"^([a-z])\d+/", r"\1{}/", path)
-        if path in self.arrays:
-            return self.arrays[path].format(number), ()
+        if path in self.tensors:
+            return self.tensors[path].format(number), ()
         layer, _, kind = path.rpartition("/")
         if path in self.layers:
             layer, kind = path, "table"
@@ -120,7 +121,6 @@ class Family:
         return name, axes if kind == "kernel" else ()
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor of a file is not a param of a model."""
         return re.fullmatch(self.unused, name) is not None
 
 
@@ -140,7 +140,7 @@ def _layers(others: str, **stacks: str) -> dict[str, str]:
     }
 
 
-def _expect(name: str, found: Any, *expected: Any) -> None:
+def _check_value(name: str, found: Any, *expected: Any) -> None:
     if found is not None and found not in expected:
         wanted = " or ".join(map(repr, expected))
         raise ValueError(f"{name}: expected {wanted}, found {found!r}")
@@ -152,7 +152,7 @@ def _decoder_classes(name: str) -> dict[str, str]:
 
 
 def _read_gpt2(document: Document) -> Fields:
-    _expect("n_inner", document.get("n_inner"), 4 * document["n_embd"])
+    _check_value("n_inner", document.get("n_inner"), 4 * document["n_embd"])
     return {}
 
 
@@ -242,7 +242,7 @@ def _read_llama(document: Document) -> Fields:
     features = document["hidden_size"] // heads
     head_features = document.get("head_dim") or features
     for kind in document.get("layer_types") or ():
-        _expect("layer_types", kind, "full_attention")
+        _check_value("layer_types", kind, "full_attention")
     return {
         **_read_rope(document),
         "num_kv_heads": document.get("num_key_value_heads") or heads,
@@ -289,7 +289,7 @@ _LLAMA = Family(
     unused=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|score\.weight",
     defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    own={"window": None, "qkv_bias": False, "qk_norm": False},
+    implied={"window": None, "qkv_bias": False, "qk_norm": False},
     read=_read_llama,
     write=_write_llama,
 )
@@ -299,7 +299,7 @@ _MISTRAL = replace(
     classes=_decoder_classes("Mistral"),
     defaults=_LLAMA.defaults | {"sliding_window": 4096, "num_key_value_heads": 8},
     fixed={"hidden_act": "silu"},
-    own={"qkv_bias": False, "qk_norm": False},
+    implied={"qkv_bias": False, "qk_norm": False},
     read=lambda given: _read_llama(given) | {"window": given["sliding_window"]},
     write=lambda fields: _write_llama(fields) | {"sliding_window": fields["window"]},
 )
@@ -309,14 +309,14 @@ _QWEN2 = replace(
     classes=_decoder_classes("Qwen2"),
     defaults=_LLAMA.defaults | {"num_key_value_heads": 32, "sliding_window": None},
     fixed=_LLAMA.fixed | {"use_sliding_window": False},
-    own={"window": None, "qkv_bias": True, "qk_norm": False},
+    implied={"window": None, "qkv_bias": True, "qk_norm": False},
 )
 
 _QWEN3 = replace(
     _QWEN2,
     classes=_decoder_classes("Qwen3"),
     defaults=_QWEN2.defaults | {"head_dim": 128},
-    own={"window": None, "qkv_bias": False, "qk_norm": True},
+    implied={"window": None, "qkv_bias": False, "qk_norm": True},
 )
 
 _ENCODER_NAMES = _pairs(
@@ -372,7 +372,7 @@ _VIT = Family(
         "attn/v=attention.attention.value attn/proj=attention.output.dense "
         "mlp/up=intermediate.dense mlp/down=output.dense",
     ),
-    arrays=_pairs(
+    tensors=_pairs(
         "cls=vit.embeddings.cls_token wpe=vit.embeddings.position_embeddings"
     ),
     names=_ENCODER_NAMES | _pairs("image_size patch_size num_channels"),
@@ -387,11 +387,11 @@ _VIT = Family(
 
 def _read_t5(document: Document) -> Fields:
     kind = document["feed_forward_proj"]
-    _expect("feed_forward_proj", kind, "relu", "gated-gelu")
+    _check_value("feed_forward_proj", kind, "relu", "gated-gelu")
     is_gated = kind == "gated-gelu"
-    _expect("is_gated_act", document.get("is_gated_act"), is_gated)
+    _check_value("is_gated_act", document.get("is_gated_act"), is_gated)
     activation = "gelu_new" if is_gated else "relu"
-    _expect("dense_act_fn", document.get("dense_act_fn"), activation)
+    _check_value("dense_act_fn", document.get("dense_act_fn"), activation)
     is_tied = document.get("tie_word_embeddings", True)
     return {
         "num_decoder_layers": document.get("num_decoder_layers")

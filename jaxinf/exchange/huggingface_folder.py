@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, read, and written of a step's params.
+"""Hugging Face checkpoint folders: read, and written from a step's params.
 
 Invariant: only headers are read until a leaf is requested, which is then read piece by
   piece; no file outside the folder is opened, but for the blobs of a hub's cache.
@@ -23,19 +23,16 @@ from jaxinf.exchange.huggingface_families import FAMILIES, Family
 from jaxinf.exchange.params import (
     ExportOptions,
     ParamArray,
+    committed_architecture,
     param_arrays,
-    said_architecture,
 )
-from jaxinf.exchange.safetensors_files import (
-    read_safetensors,
-    write_tensors,
-)
-from jaxinf.exchange.sources import SourceArray, TensorLeaf, within
+from jaxinf.exchange.safetensors_files import read_safetensors, write_tensors
+from jaxinf.exchange.sources import SourceArray, TensorLeaf, path_within
 from jaxinf.store import CommittedStep, dtype_of
 from jaxinf.typing import FLOAT_DTYPES
 
 _MAX_LINES = 20
-_OF_CLASSES = ("classifier.", "score.")
+_CLASS_TENSORS = ("classifier.", "score.")
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class HuggingFaceFolder:
     @classmethod
     def read(cls, path: Path) -> "HuggingFaceFolder":
         """Reads config.json, the index and the headers, of this folder alone."""
-        architecture = read_config_file(within(path, "config.json"))
+        architecture = read_config_file(path_within(path, "config.json"))
         if not (tensors := read_safetensors(path)):
             raise ExchangeError(
                 f"{path}: expected weights as safetensors, found none; weights of "
@@ -58,48 +55,41 @@ class HuggingFaceFolder:
         return cls(path, architecture, tensors)
 
     def leaves(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: np.dtype[Any],
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any]
     ) -> dict[str, TensorLeaf | None]:
         """Finds each leaf of a model; of tied tensors one, as transformers does.
 
-        Args:
-          shapes: shapes of the model's leaves by path, keys joined by ``/``.
-          dtype: dtype of the returned leaves.
-
-        Returns:
-          Leaves by path; None for a leaf of a new head, if the checkpoint's head is for
-          another task.
+        Paths are keys joined by ``/``. A leaf is None if the checkpoint's head is for
+        another task, so that it is new.
 
         Raises:
           ExchangeError: tensors are missing, too many, or of other shapes.
         """
         family = self.architecture.family
-        tensors = {path: family.find(path) for path in shapes}
-        names = {path: name for path, (name, _) in tensors.items()}
+        names_and_axes = {path: family.find_tensor(path) for path in shapes}
+        names = {path: name for path, (name, _) in names_and_axes.items()}
         expected = set(names.values())
-        found = {
+        arrays = {
             _full_name(name, family, expected): array
             for name, array in self.tensors.items()
         }
         for alias, name in family.tied.items():
-            if alias in found and alias not in expected and name in expected:
-                found.setdefault(name, found.pop(alias))
-        wanted = {  # shapes there
+            if alias in arrays and alias not in expected and name in expected:
+                arrays.setdefault(name, arrays.pop(alias))
+        file_shapes = {
             path: tuple(shapes[path][a] for a in np.argsort(axes)) or shapes[path]
-            for path, (_, axes) in tensors.items()
+            for path, (_, axes) in names_and_axes.items()
         }
-        new = _new_heads(family, names, wanted, found)
+        new = _find_new_heads(family, names, file_shapes, arrays)
         leaves, problems = dict[str, TensorLeaf | None](), list[str]()
-        for path, (name, axes) in tensors.items():
-            array = None if path in new else found.get(name)
-            if path not in new and (problem := _problem(array, wanted[path])):
+        for path, (name, axes) in names_and_axes.items():
+            array = None if path in new else arrays.get(name)
+            if path not in new and (problem := _problem(array, file_shapes[path])):
                 problems.append(f"{name}: {problem}")
             leaves[path] = array and TensorLeaf(array, axes, dtype)
         problems += [
             f"{name}: not a tensor of this model"
-            for name in found
+            for name in arrays
             if name not in expected and not family.is_unused(name)
         ]
         if problems:
@@ -122,27 +112,27 @@ def _full_name(name: str, family: Family, expected: set[str]) -> str:
     return full if full in expected or family.is_unused(full) else name
 
 
-def _new_heads(
+def _find_new_heads(
     family: Family,
     names: Mapping[str, str],
-    wanted: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, SourceArray],
+    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Mapping[str, SourceArray],
 ) -> set[str]:
     """Returns the leaves of heads that the checkpoint lacks."""
 
-    def is_other(path: str) -> bool:
-        """Whether a head's leaf is missing, or of another number of classes."""
-        name, ours = names[path], wanted[path]
-        array = found.get(name)
+    def is_new(path: str) -> bool:
+        """Whether a head's leaf is missing, or has another number of classes."""
+        name, shape = names[path], shapes[path]
+        array = arrays.get(name)
         if array is None:  # a language model's table is missed, unless it has classes
-            return path != "lm_head" or "score.weight" in found
-        is_of_classes = name.startswith(_OF_CLASSES) and ours[1:] == array.shape[1:]
-        return is_of_classes and ours != array.shape
+            return path != "lm_head" or "score.weight" in arrays
+        has_classes = name.startswith(_CLASS_TENSORS) and shape[1:] == array.shape[1:]
+        return has_classes and shape != array.shape
 
     new: set[str] = set()
     for head in family.heads:
         below = [p for p in names if p.startswith(head) and p not in new]
-        if all(map(is_other, below)):
+        if all(map(is_new, below)):
             new |= set(below)
     return new
 
@@ -157,7 +147,7 @@ def _problem(array: SourceArray | None, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-# --- written --------------------------------------------------------------------------
+# --- exports --------------------------------------------------------------------------
 
 _CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
 
@@ -184,7 +174,7 @@ def export_huggingface(
       step, destination, average, options: arguments of `export_safetensors`.
       dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
         even; by default that of the params on the JAX device.
-      like: a folder of a model with these params, by default the commit says it.
+      like: a folder of a model with these params; by default the commit names it.
       beside: further files by name: those of the tokenizer.
 
     Raises:
@@ -204,9 +194,9 @@ def export_huggingface(
 
 
 def _architecture(step: CommittedStep) -> tuple[Architecture, str]:
-    """Returns the model that the commit says, and its head's task."""
-    said = said_architecture(step)
-    if said.get("model") not in FAMILIES:
+    """Returns the model that the commit names, and its head's task."""
+    record = committed_architecture(step)
+    if record.get("model") not in FAMILIES:
         raise ExchangeError(
             f"{step.path}: expected a step of jaxinf.train, whose commit says which "
             "model it is of, found none that says so; give the folder that its params "
@@ -214,21 +204,21 @@ def _architecture(step: CommittedStep) -> tuple[Architecture, str]:
         )
     fields, extra = (
         value if isinstance(value, Mapping) else {}
-        for value in (said.get("fields"), said.get("extra"))
+        for value in (record.get("fields"), record.get("extra"))
     )
-    model, kind = str(said["model"]), str(said.get("model_type", ""))
-    return Architecture(model, fields, kind, extra), str(said.get("task"))
+    model, kind = str(record["model"]), str(record.get("model_type", ""))
+    return Architecture(model, fields, kind, extra), str(record.get("task"))
 
 
 def _architecture_like(
     params: Sequence[ParamArray], folder: Path
 ) -> tuple[Architecture, str]:
     """Returns the model of a folder, if these are its params, and its head's task."""
-    found = HuggingFaceFolder.read(folder)
-    architecture = found.architecture
+    checkpoint = HuggingFaceFolder.read(folder)
+    architecture = checkpoint.architecture
     _tensors(params, architecture, None)  # refuses other leaves
     shapes = {param.leaf.name: tuple(param.leaf.shape) for param in params}
-    found.leaves(shapes, np.dtype(np.float32))
+    checkpoint.leaves(shapes, np.dtype(np.float32))
     heads = [shapes[head] for head in _CLASS_HEADS if head in shapes]
     if not heads:
         classes = architecture.family.classes
@@ -243,12 +233,13 @@ def _tensors(
     tensors = []
     for param in params:
         try:
-            name, axes = architecture.family.find(param.leaf.name)
+            name, axes = architecture.family.find_tensor(param.leaf.name)
         except KeyError as error:
             raise ExchangeError(
                 f"{param.step.path}: leaf {param.leaf.name} is none of a "
                 f"{architecture.model}'s, which the commit says this is"
             ) from error
-        held, axes = dtype_of(dtype or param.leaf.dtype), np.argsort(axes).tolist()
-        tensors.append(replace(param, name=name, dtype=held, axes=tuple(axes)))
+        order = tuple(np.argsort(axes).tolist())
+        tensor_dtype = dtype_of(dtype or param.leaf.dtype)
+        tensors.append(replace(param, name=name, dtype=tensor_dtype, axes=order))
     return tensors

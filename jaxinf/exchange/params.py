@@ -1,7 +1,7 @@
-"""The params of a committed step as an export has them.
+"""The params of a committed step, as they are exported.
 
-Adapters of low rank (LoRA) are added to their matrices, and of a schedule-free
-optimizer's params the export has their average, of which its model is to be used.
+Adapters of low rank (LoRA) are added to their matrices. The params of a schedule-free
+optimizer are exported as their average, which is the model to use.
 
 Invariant: files are only read, one portion of an array at a time, and every chunk that
   differs from its checksum is detected. A matrix with an adapter is W + alpha / rank *
@@ -39,7 +39,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How an export moves.
+    """Memory, progress and stop of an export.
 
     Attributes:
       memory_bytes: memory for data in transit.
@@ -58,9 +58,9 @@ class ParamArray:
 
     Attributes:
       state: the state that is read: the params, or their average.
-      name: the tensor's name: its keys joined by ``.``, or another.
+      name: the tensor's name; by default the leaf's keys joined by ``.``.
       dtype: dtype that its elements are rounded to, to nearest even.
-      adapter: A, B and alpha of what is to be added.
+      adapter: A, B and alpha of the adapter to add.
       axes: order of the leaf's axes in the tensor; empty for no change.
     """
 
@@ -83,19 +83,19 @@ class ParamArray:
 
     def stream(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
         """Yields the leaf portion by portion; raises as `StepReader.boxes`."""
-        portions = self._averaged(max_elements)
+        portions = self._read_portions(max_elements)
         if self.adapter is None:
             yield from portions
             return
         *parts, alpha = self.adapter
-        a, b = (part._whole() for part in parts)
+        a, b = (part._read_whole() for part in parts)
         scale = np.float32(alpha / a.shape[1])
         for portion, values in portions:
             rows, columns = portion.slices
             added = a[rows] @ b[:, columns] * scale
             yield portion, values.astype(np.float32) + added
 
-    def _averaged(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
+    def _read_portions(self, max_elements: int) -> Iterator[tuple[ChunkBox, Array]]:
         b1 = self.step.commit.schedule_free_b1
         names = [state.name for state in self.leaf.decoded_states]
         with StepReader(self.step) as reader:
@@ -103,23 +103,23 @@ class ParamArray:
             if b1 is None or SCHEDULE_FREE not in names or self.state.name == AVERAGE:
                 yield from portions
                 return
-            z = self.leaf.state(SCHEDULE_FREE)
-            others = reader.boxes(self.leaf, z, max_elements)
-            for (portion, y), (_, values) in zip(portions, others, strict=True):
-                yield portion, schedule_free_params(y, values, b1)
+            state = self.leaf.state(SCHEDULE_FREE)
+            z_portions = reader.boxes(self.leaf, state, max_elements)
+            for (portion, y), (_, z) in zip(portions, z_portions, strict=True):
+                yield portion, schedule_free_params(y, z, b1)
 
-    def _whole(self) -> Array:
+    def _read_whole(self) -> Array:
         whole = np.empty(self.leaf.shape, np.float32)
         for portion, values in self.stream(DEFAULT_CHUNK_ELEMENTS):
             whole[portion.slices] = values
         return whole
 
 
-def said_architecture(step: CommittedStep) -> Mapping[str, Any]:
+def committed_architecture(step: CommittedStep) -> Mapping[str, Any]:
     """Returns the model as `jaxinf.train` writes it into the commit, else nothing."""
     payload = step.commit.payload
-    said = payload.get("architecture") if isinstance(payload, Mapping) else None
-    return said if isinstance(said, Mapping) else {}
+    record = payload.get("architecture") if isinstance(payload, Mapping) else None
+    return record if isinstance(record, Mapping) else {}
 
 
 def param_arrays(step: CommittedStep, *, average: bool = False) -> list[ParamArray]:
@@ -138,7 +138,7 @@ def param_arrays(step: CommittedStep, *, average: bool = False) -> list[ParamArr
         name = leaf.array_name(MASTER_PARAMS).removeprefix(MASTER_PARAMS + ".")
         dtype = dtype_of(state.decoded().dtype)
         arrays[leaf.path] = ParamArray(step, leaf, state, name, dtype)
-    alpha, result = said_architecture(step).get("lora_alpha"), []
+    alpha, result = committed_architecture(step).get("lora_alpha"), []
     for path, array in arrays.items():
         parts = [arrays.get((*path[:-1], name)) for name in (LORA_A, LORA_B)]
         if isinstance(alpha, int | float) and None not in parts:

@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 import safetensors
 
-from jaxinf.documents import encode, pattern, shown
+from jaxinf.documents import encode, pattern, shorten
 from jaxinf.errors import ExchangeError, StoreError
 from jaxinf.exchange.params import ExportOptions, ParamArray, param_arrays
-from jaxinf.exchange.sources import SourceArray, read_foreign, within
+from jaxinf.exchange.sources import SourceArray, path_within, read_json_document
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store import CommittedStep, check_free_space, dtype_of
 from jaxinf.transfer import (
@@ -51,7 +51,7 @@ _DTYPES |= {f"I{n}": f"int{n}" for n in (8, 16, 32, 64)}
 _DTYPES |= {f"U{n}": f"uint{n}" for n in (8, 16, 32, 64)}
 _NAMES = {name: code for code, name in _DTYPES.items()}
 
-_SLACK_BYTES, _LEAST_ELEMENTS = 1 << 20, 1 << 12
+_SLACK_BYTES, _MIN_ELEMENTS = 1 << 20, 1 << 12
 # Copies of a portion: as read, cast, and with its axes in the tensor's order.
 _COPIES = 3
 
@@ -63,28 +63,27 @@ class _Index(msgspec.Struct):
 
 
 def read_safetensors(path: Path) -> dict[str, SourceArray]:
-    """Reads the headers of a file, or of the files of a directory.
+    """Reads the headers of a file, or of a directory's: of its index, or the only one.
 
-    Of a directory these are the files of its index, else ``model.safetensors``. In
-    names, ``/`` becomes ``.``.
+    In names, ``/`` becomes ``.``.
     """
     if not path.is_dir():
         files = [path]
     elif (path / INDEX_NAME).is_file():
-        what, index = "the index of safetensors files", within(path, INDEX_NAME)
-        places = read_foreign(index, _Index, what, "copy it anew").weight_map
-        files = [within(path, name) for name in sorted(set(places.values()))]
+        what, index = "the index of safetensors files", path_within(path, INDEX_NAME)
+        places = read_json_document(index, _Index, what, "copy it anew").weight_map
+        files = [path_within(path, name) for name in sorted(set(places.values()))]
     else:
-        files = [within(path, WEIGHTS_NAME)] * (path / WEIGHTS_NAME).exists()
+        files = [path_within(path, WEIGHTS_NAME)] * (path / WEIGHTS_NAME).exists()
     arrays: dict[str, SourceArray] = {}
     for file in files:
-        found = _read_file(file)
-        if twice := found.keys() & arrays.keys():
+        of_file = _read_file(file)
+        if duplicates := of_file.keys() & arrays.keys():
             raise ExchangeError(
-                f"{file}: holds {shown(min(twice))}, and so does another file of "
-                f"{path}; give one file, or a directory of the files of one model"
+                f"{file}: holds {shorten(min(duplicates))}, and so does another file "
+                f"of {path}; give one file, or a directory of the files of one model"
             )
-        arrays |= found
+        arrays |= of_file
     return arrays
 
 
@@ -102,7 +101,7 @@ def _read_file(path: Path) -> dict[str, SourceArray]:
                 if code not in _DTYPES:
                     known = ", ".join(_DTYPES)
                     raise ValueError(
-                        f"{shown(key)}: expected one of {known}, found {code}"
+                        f"{shorten(key)}: expected one of {known}, found {code}"
                     )
                 dtype = dtype_of(_DTYPES[code])
                 arrays[name] = SourceArray(path, name, shape, dtype, offset_bytes)
@@ -129,7 +128,7 @@ def export_safetensors(
 
     Args:
       destination: a directory that does not exist yet.
-      options: how it moves; by default in 256 MiB.
+      options: memory and progress; by default 256 MiB.
       average: whether the params' average is written in their place.
 
     Raises:
@@ -151,12 +150,7 @@ def write_tensors(
     beside: Mapping[str, JsonValue | bytes],
     options: ExportOptions,
 ) -> None:
-    """Makes a directory with a safetensors file; as `export_safetensors`.
-
-    Args:
-      metadata: texts for the file's header.
-      beside: further files by name, as JSON or bytes.
-    """
+    """Makes a directory with a safetensors file, and further files beside it."""
     header, num_bytes = _header(tensors, metadata)
     with _new_directory(destination, len(header) + num_bytes) as directory:
         path = directory / WEIGHTS_NAME
@@ -223,10 +217,11 @@ def _header(
 def _write_elements(
     fd: int, offset_bytes: int, tensors: Sequence[ParamArray], options: ExportOptions
 ) -> None:
-    most = min(DEFAULT_CHUNK_ELEMENTS, options.memory_bytes // (_COPIES * 4))
+    max_elements = min(DEFAULT_CHUNK_ELEMENTS, options.memory_bytes // (_COPIES * 4))
+    max_elements = max(max_elements, _MIN_ELEMENTS)
     done_bytes, total_bytes = 0, sum(tensor.num_bytes for tensor in tensors)
     for tensor in tensors:
-        for portion, values in tensor.stream(max(most, _LEAST_ELEMENTS)):
+        for portion, values in tensor.stream(max_elements):
             start = portion.start
             values = values.astype(tensor.dtype, copy=False)
             if tensor.axes:

@@ -31,12 +31,7 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class SourceArray:
-    """A tensor of a file, of which nothing is read yet.
-
-    Attributes:
-      name: keys joined by ``.``, percent-encoded as in a store.
-      offset_bytes: where its elements begin.
-    """
+    """A tensor of a file, whose elements begin at `offset_bytes`; not read yet."""
 
     path: Path
     name: str
@@ -48,7 +43,7 @@ class SourceArray:
 class TensorLeaf(DeferredArray):
     """A leaf of params, read from a tensor when it is used.
 
-    Attributes:
+    Args:
       axes: order of the tensor's axes in the leaf; empty for no change.
     """
 
@@ -60,16 +55,16 @@ class TensorLeaf(DeferredArray):
         self.source, self.axes = source, axes
 
     def read(self) -> Array:
-        """See `DeferredArray`; needs one block of memory beside the result.
+        """Reads with one block of memory beside the result.
 
-        By direct reads: the file may be cut off meanwhile.
+        No memory map: the file may be truncated meanwhile.
         """
         source = self.source
         grid = LeafGrid(source.shape, tuple(max(1, n) for n in source.shape))
         itemsize = source.dtype.itemsize
         # The allocator may keep freed memory, which would add up for large leaves.
         result = allocate_array(self.shape, self.dtype)
-        theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
+        tensor = result.transpose(np.argsort(self.axes)) if self.axes else result
         with translated("read", source.path), open(source.path, "rb") as stream:
             for box in portions(grid, _PIECE_BYTES // itemsize):
                 values = np.empty(box.num_elements, source.dtype)
@@ -81,11 +76,11 @@ class TensorLeaf(DeferredArray):
                     )
                 fd, end = stream.fileno(), stream.tell()
                 os.posix_fadvise(fd, 0, end, os.POSIX_FADV_DONTNEED)
-                theirs[(*box.slices, ...)] = values.reshape(box.extent)
+                tensor[(*box.slices, ...)] = values.reshape(box.extent)
         return result
 
 
-def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
+def read_json_document(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind:
     """Reads a JSON document of another tool, or raises ExchangeError; follows links."""
     try:
         return decode(read_bounded(path, MOST_BYTES), kind)
@@ -96,7 +91,7 @@ def read_foreign(path: Path, kind: type[_Kind], what: str, remedy: str) -> _Kind
         ) from error
 
 
-def within(folder: Path, name: str) -> Path:
+def path_within(folder: Path, name: str) -> Path:
     """Returns the path of a file in a folder whose links are a stranger's.
 
     A link may lead to another file of the folder. In a hub's cache, where the folder is
@@ -124,32 +119,30 @@ VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt"),
     *("sentencepiece.bpe.model", "vocab.json", "tekken.json"),
 )
-"""Files of which each folder of a tokenizer has one."""
+"""Files of which the folder of a tokenizer has at least one."""
 
-_OF_TOKENIZERS = (
+_TOKENIZER_FILES = (
     *(*VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.jinja", "merges.txt"),
 )
-_OF_MODELS = ("generation_config.json", "preprocessor_config.json")
+_MODEL_FILES = ("generation_config.json", "preprocessor_config.json")
 _FOLDER = "tokenizer"
 
 
-def tokenizer_files(
+def read_tokenizer_files(
     *, tokenizer: Path | None = None, weights: Path | None = None
 ) -> dict[str, bytes]:
-    """Reads the files of a tokenizer, by name; of none above 64 MiB.
+    """Reads the files of a tokenizer, each of at most 64 MiB, by name.
 
-    Args:
-      tokenizer: the folder, or its ``tokenizer.json``; by default that of the weights.
-      weights: the folder of the weights that a run begins with.
+    The tokenizer is a folder or its ``tokenizer.json``; by default that of the weights.
     """
     if tokenizer is not None and not tokenizer.expanduser().is_dir():
         tokenizer = tokenizer.parent
-    places = ((weights, _OF_MODELS), (tokenizer or weights, _OF_TOKENIZERS))
-    known = [(place.expanduser(), names) for place, names in places if place]
+    places = ((weights, _MODEL_FILES), (tokenizer or weights, _TOKENIZER_FILES))
+    folders = [(place.expanduser(), names) for place, names in places if place]
     return {
-        name: read_bounded(within(folder, name), MOST_BYTES)
-        for folder, names in known
+        name: read_bounded(path_within(folder, name), MOST_BYTES)
+        for folder, names in folders
         for name in names
         if (folder / name).is_file()
     }
@@ -167,5 +160,5 @@ def keep_tokenizer(store: Path, files: Mapping[str, bytes]) -> None:
 
 def kept_tokenizer(beside: Mapping[str, bytes]) -> Mapping[str, bytes]:
     """Returns the tokenizer among the files that a store has beside its steps."""
-    names = {f"{_FOLDER}/{name}": name for name in (*_OF_TOKENIZERS, *_OF_MODELS)}
+    names = {f"{_FOLDER}/{name}": name for name in (*_TOKENIZER_FILES, *_MODEL_FILES)}
     return {names[place]: raw for place, raw in beside.items() if place in names}

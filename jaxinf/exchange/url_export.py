@@ -45,9 +45,9 @@ from jaxinf.transfer import crc32c
 
 _SCHEMES = ("file", "gs", "s3")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
-# What tensorstore raises: of a wrong spec, of a file system, of any other service.
+# Tensorstore's errors: of a wrong spec, of a file system, of any other service.
 _FAILURES = (ValueError, OSError, RuntimeError)
-_SLICE_S = 0.1  # between looks at whether to stop
+_POLL_S = 0.1  # between looks at whether to stop
 
 
 def is_url(text: str) -> bool:
@@ -72,42 +72,42 @@ class ObjectStore:
 
     Raises:
       ExchangeError: the URL is of another kind; nothing was read or written. Methods
-        raise it for what cannot be done there.
+        raise it, too, if the place refuses the action.
     """
 
     def __init__(self, url: str, stop: threading.Event | None = None) -> None:
         self._stop = stop or threading.Event()
-        self.where, spec = _parsed(url)
+        self.where, spec = _parse_url(url)
         self.directory = Path(spec["path"]) if spec["driver"] == "file" else None
-        self._store: Any = self._result("open", lambda: tensorstore.KvStore.open(spec))
+        self._store: Any = self._await("open", lambda: tensorstore.KvStore.open(spec))
 
     def names(self) -> set[str]:
-        """Returns the names of all objects."""
-        keys = self._result("list its objects", self._store.list)
+        """Lists the names of all objects."""
+        keys = self._await("list its objects", self._store.list)
         return {key.decode() for key in keys}
 
     def read(self, name: str) -> bytes | None:
         """Returns an object; None if there is none."""
-        found = self._result(f"read {name}", lambda: self._store.read(name))
-        return found.value if found.state == "value" else None
+        result = self._await(f"read {name}", lambda: self._store.read(name))
+        return result.value if result.state == "value" else None
 
     def put(self, name: str, value: bytes) -> None:
         """Writes an object, and reads it back."""
-        self._result(f"write {name}", lambda: self._store.write(name, value))
+        self._await(f"write {name}", lambda: self._store.write(name, value))
         if (found := self.read(name)) != value:
             raise ExchangeError(
-                f"{self.where}: {name}: expected the {_shown(value)} that were "
-                f"written, found {_shown(found)}; this place does not keep what it is "
-                "given, or not at once: try again"
+                f"{self.where}: {name}: expected the {_format_object(value)} that were "
+                f"written, found {_format_object(found)}; this place does not keep "
+                "what it is given, or not at once: try again"
             )
 
-    def _result(self, action: str, begin: Callable[[], Any]) -> Any:
-        """Waits for tensorstore; it asks a server that is busy again for minutes."""
+    def _await(self, action: str, begin: Callable[[], Any]) -> Any:
+        """Waits for tensorstore, which retries at a busy server for minutes."""
         try:
             future = begin()
             while not self._stop.is_set():
                 try:
-                    return future.result(timeout=_SLICE_S)
+                    return future.result(timeout=_POLL_S)
                 except TimeoutError:
                     if future.done():  # by now, or the error is the service's
                         return future.result()
@@ -122,7 +122,7 @@ class ObjectStore:
         raise ExchangeError(f"{self.where}: it was given up")
 
 
-def _parsed(url: str) -> tuple[str, dict[str, Any]]:
+def _parse_url(url: str) -> tuple[str, dict[str, Any]]:
     """Returns a URL as it may be shown, and tensorstore's spec."""
     match = _URL.match(url)
     scheme, rest = match.groups() if match else ("", url)
@@ -157,15 +157,15 @@ def _parsed(url: str) -> tuple[str, dict[str, Any]]:
     return shown, spec
 
 
-def stamp_of(value: bytes) -> tuple[int, str]:
+def checksum_of(value: bytes) -> tuple[int, str]:
     """Returns the length of an object in bytes, and its CRC-32C as 8 digits."""
     return len(value), f"{crc32c(value):08x}"
 
 
-def _shown(found: bytes | None) -> str:
-    if found is None:
+def _format_object(value: bytes | None) -> str:
+    if value is None:
         return "none"
-    num_bytes, checksum = stamp_of(found)
+    num_bytes, checksum = checksum_of(value)
     return f"{num_bytes} bytes ({format_bytes(num_bytes)}) of CRC-32C {checksum}"
 
 
@@ -175,13 +175,10 @@ MANIFEST = "export.json"
 """The last object."""
 
 _BEGUN = "export-begun.json"  # the first one: the record of the step
-# A slot or a checkpoint of a store has no object of this name, and is refused.
-_WHAT = "the manifest of an export"
-_REMEDY = "export to this URL again, use a newer jaxinf, or remove what is there"
 
 _COPIES = 5  # of an object: in the reader, as read, as bytes, in tensorstore, sent
-_MOST_THREADS = 8
-_AGAIN = "export to this URL again, which writes what is missing or differs"
+_MAX_THREADS = 8
+_EXPORT_AGAIN = "export to this URL again, which writes what is missing or differs"
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -204,10 +201,15 @@ class ExportManifest(Document, frozen=True):
     @classmethod
     def read(cls, place: ObjectStore) -> "ExportManifest | None":
         """Reads `MANIFEST`; None if it is not there."""
-        raw, where = place.read(MANIFEST), f"{place.where}: {MANIFEST}"
-        if raw is None:
+        if (raw := place.read(MANIFEST)) is None:
             return None
-        return read_document(where, cls, _WHAT, _REMEDY, raw=raw)
+        return read_document(
+            f"{place.where}: {MANIFEST}",
+            cls,
+            "the manifest of an export",
+            "export to this URL again, use a newer jaxinf, or remove what is there",
+            raw=raw,
+        )
 
 
 def export_url_at(place: str) -> str | None:
@@ -219,7 +221,7 @@ def export_url_at(place: str) -> str | None:
 
 
 class UrlReport(NamedTuple):
-    """An export's objects, their bytes, and the chunks an earlier call had written."""
+    """The size of an export; `num_kept` chunks were there, by an earlier call."""
 
     num_objects: int
     num_bytes: int
@@ -243,7 +245,7 @@ def export_url(
       step: the step to export, with all chunks.
       url: a place with nothing else; see `ObjectStore`.
       beside: further files by name, which a copy from there puts into the store.
-      options: how it moves; by default in 256 MiB.
+      options: memory and progress; by default 256 MiB.
 
     Raises:
       ExchangeError: the place cannot be used, or has another export or other objects.
@@ -254,48 +256,48 @@ def export_url(
     """
     manifest, options = step.manifest, options or ExportOptions()
     place, chunks = ObjectStore(url, options.stop), list(manifest.held())
-    num_threads = _num_at_once(manifest, options.memory_bytes)
+    num_threads = _num_threads(manifest, options.memory_bytes)
     record, carry = seal(step.commit.to_json()), step.commit.carry
     contents = without_csds(manifest)
     documents = dict(step_documents(contents, carry))
     documents |= {"jaxinf.json": seal(contents.to_json()), "commit.json": record}
-    carried = zip((one.chunk for one in carry), step.read_carry(), strict=True)
+    carried = zip((leaf.chunk for leaf in carry), step.read_carry(), strict=True)
     documents |= {**(beside or {}), **dict(carried)}
-    there = place.names()
-    _check_free(place, there, step, record)
+    names = place.names()
+    _check_vacant(place, names, step, record)
     if place.directory is not None:
-        needed = sum(one.file_bytes for one in chunks if one.name not in there)
+        needed = sum(chunk.file_bytes for chunk in chunks if chunk.name not in names)
         remedy = "free some, or export to another place"
         check_free_space({place.directory: needed}, "the export takes", remedy)
     place.put(_BEGUN, record)
-    objects = {n: stamp_of(v) for n, v in ((_BEGUN, record), *documents.items())}
-    total_bytes, done_bytes, num_kept = sum(one.file_bytes for one in chunks), 0, 0
+    objects = {n: checksum_of(v) for n, v in ((_BEGUN, record), *documents.items())}
+    total_bytes, done_bytes, num_kept = sum(c.file_bytes for c in chunks), 0, 0
     with StepReader(step, memory_bytes=options.memory_bytes // _COPIES) as reader:
 
-        def bring(one: ChunkFile) -> tuple[tuple[int, str], bool]:
-            """Writes a chunk, unless it is there and right: zeros follow it."""
-            pieces = reader.stored(one)
+        def put_chunk(chunk: ChunkFile) -> tuple[tuple[int, str], bool]:
+            """Writes a chunk with zeros after it, unless the object has these bytes."""
+            pieces = reader.stored(chunk)
             content = b"".join(piece.values.tobytes() for piece in pieces)
-            content = content.ljust(one.file_bytes, b"\0")
-            was_there = one.name in there and place.read(one.name) == content
-            if not was_there:
-                place.put(one.name, content)
-            return stamp_of(content), was_there
+            content = content.ljust(chunk.file_bytes, b"\0")
+            is_kept = chunk.name in names and place.read(chunk.name) == content
+            if not is_kept:
+                place.put(chunk.name, content)
+            return checksum_of(content), is_kept
 
-        for one, (stamp, was_there) in over(chunks, bring, num_threads):
-            objects[one.name] = stamp
-            num_kept += was_there
-            done_bytes += one.file_bytes
+        for chunk, (checksum, is_kept) in over(chunks, put_chunk, num_threads):
+            objects[chunk.name] = checksum
+            num_kept += is_kept
+            done_bytes += chunk.file_bytes
             options.progress(done_bytes, total_bytes)
     for name, value in documents.items():
         place.put(name, value)
-    at = manifest.store_id, step.commit.step, objects[_BEGUN][1]
-    place.put(MANIFEST, seal(ExportManifest("jaxinf export", 1, *at, objects)))
+    identity = manifest.store_id, step.commit.step, objects[_BEGUN][1]
+    place.put(MANIFEST, seal(ExportManifest("jaxinf export", 1, *identity, objects)))
     return UrlReport(len(objects) + 1, sum(n for n, _ in objects.values()), num_kept)
 
 
 def least_memory(manifest: Manifest) -> int:
-    """Returns memory in which a store's chunks can be exported: copies of the largest.
+    """Returns the memory that an export takes at least: copies of the largest chunk.
 
     An object is written whole.
     """
@@ -308,28 +310,28 @@ def least_memory(manifest: Manifest) -> int:
     return max(1, _COPIES * max(sizes, default=0))
 
 
-def _num_at_once(manifest: Manifest, memory_bytes: int) -> int:
-    """Returns the number of threads that may have an object each; refuses none."""
+def _num_threads(manifest: Manifest, memory_bytes: int) -> int:
+    """Returns the number of threads that may have an object each, at least one."""
     least = least_memory(manifest)
     if memory_bytes < least:
         raise ValueError(
             f"memory of {memory_bytes} bytes: expected at least {least}, {_COPIES} "
             f"copies of the largest chunk; give --memory {-(-least >> 20)}MiB"
         )
-    return min(_MOST_THREADS, memory_bytes // least)
+    return min(_MAX_THREADS, memory_bytes // least)
 
 
-def _check_free(
-    place: ObjectStore, there: set[str], step: CommittedStep, record: bytes
+def _check_vacant(
+    place: ObjectStore, names: set[str], step: CommittedStep, record: bytes
 ) -> None:
     """Refuses a place with another export, or with other objects."""
     export, store_id = ExportManifest.read(place), step.manifest.store_id
     if export is not None:
         found = f"step {export.step} of store {export.store_id}"
-        is_same = (export.store_id, export.commit) == (store_id, stamp_of(record)[1])
+        is_same = (export.store_id, export.commit) == (store_id, checksum_of(record)[1])
     else:  # the first object may be torn
-        found = f"other objects, such as {min(there, default='')}"
-        begun = place.read(_BEGUN) if there else b""
+        found = f"other objects, such as {min(names, default='')}"
+        begun = place.read(_BEGUN) if names else b""
         is_same = begun is not None and record.startswith(begun)
     if not is_same:
         raise ExchangeError(
@@ -350,14 +352,14 @@ def check_exports(url: str, step: int) -> None:
     It is written to: ``exports.json`` says what the place is. Of `step`, the next one
     to be exported, there must be no export.
     """
-    there = ObjectStore(url_of_step(url, step))
-    if any(there.read(name) is not None for name in (MANIFEST, _BEGUN)):
+    place = ObjectStore(url_of_step(url, step))
+    if any(place.read(name) is not None for name in (MANIFEST, _BEGUN)):
         raise ExchangeError(
-            f"{there.where}: expected nothing, as step {step} of this run is to be "
+            f"{place.where}: expected nothing, as step {step} of this run is to be "
             "exported there, found an export; give another URL, or remove it"
         )
-    place = {"format": "jaxinf exports", "format_version": 1}
-    ObjectStore(url).put("exports.json", seal(place))
+    document = {"format": "jaxinf exports", "format_version": 1}
+    ObjectStore(url).put("exports.json", seal(document))
 
 
 # --- out of an export ---------------------------------------------------------------
@@ -373,50 +375,62 @@ def export_source(url: str, memory_bytes: int = TRANSIT_BYTES) -> CopySource:
       ValueError: too little memory; says how much is needed.
     """
     place = ObjectStore(url)
-    export = ExportManifest.read(place)
-    if export is None:
-        raise ExchangeError(
-            f"{place.where}: expected {MANIFEST}, which completes an export, found "
-            f"none; check the URL, or, if an export was interrupted, {_AGAIN}"
-        )
+    export = _read_complete_manifest(place)
     listed = export.objects
-    if missing := sorted(listed.keys() - place.names()):
-        raise ExchangeError(
-            f"{place.where}: expected all objects of an export, found none of "
-            f"{first_few(missing)}; they were removed: {_AGAIN}"
-        )
 
-    def get(name: str) -> bytes:
-        if name not in listed:
-            raise ExchangeError(
-                f"{place.where}: expected {name} in {MANIFEST}, found it not; {_AGAIN}"
-            )
-        found, (num_bytes, checksum) = place.read(name), listed[name]
-        if found is None or stamp_of(found) != (num_bytes, checksum):
-            raise ExchangeError(
-                f"{place.where}: {name}: expected {num_bytes} bytes of CRC-32C "
-                f"{checksum}, found {_shown(found)}; the export is torn: {_AGAIN}"
-            )
-        return found
+    def read(name: str) -> bytes:
+        return _read_listed(place, listed, name)
 
     where = f"{place.where}: commit.json"
-    manifest = Manifest.read(f"{place.where}: jaxinf.json", get("jaxinf.json"))
-    commit = CommitRecord.read(where, get("commit.json"))
+    manifest = Manifest.read(f"{place.where}: jaxinf.json", read("jaxinf.json"))
+    commit = CommitRecord.read(where, read("commit.json"))
     commit.check_fits(where, manifest)
-    step = CommittedStep(Path(place.where), manifest, commit, (), fetch=get)
-    chunks = {one.name for one in manifest.held()}
-    for name in sorted((chunks | {one.chunk for one in commit.carry}) - listed.keys()):
-        get(name)  # raises
-    small = {
-        name: content
-        for name, content in over(sorted(listed.keys() - chunks), get, _MOST_THREADS)
-        if BESIDE.fullmatch(name)  # others are only checked
-    }
+    step = CommittedStep(Path(place.where), manifest, commit, (), fetch=read)
+    chunks = {chunk.name for chunk in manifest.held()}
+    carried = {leaf.chunk for leaf in commit.carry}
+    for name in sorted((chunks | carried) - listed.keys()):
+        read(name)  # raises
+    others = over(sorted(listed.keys() - chunks), read, _MAX_THREADS)  # all are checked
+    beside = {name: content for name, content in others if BESIDE.fullmatch(name)}
     return CopySource(
         place.where,
         [manifest],
         {"a": step},
-        small,
+        beside,
         has_links=False,
-        num_threads=_num_at_once(manifest, memory_bytes),
+        num_threads=_num_threads(manifest, memory_bytes),
     )
+
+
+def _read_complete_manifest(place: ObjectStore) -> ExportManifest:
+    export = ExportManifest.read(place)
+    if export is None:
+        raise ExchangeError(
+            f"{place.where}: expected {MANIFEST}, which completes an export, found "
+            f"none; check the URL, or, if an export was interrupted, {_EXPORT_AGAIN}"
+        )
+    if missing := sorted(export.objects.keys() - place.names()):
+        raise ExchangeError(
+            f"{place.where}: expected all objects of an export, found none of "
+            f"{first_few(missing)}; they were removed: {_EXPORT_AGAIN}"
+        )
+    return export
+
+
+def _read_listed(
+    place: ObjectStore, listed: Mapping[str, tuple[int, str]], name: str
+) -> bytes:
+    """Reads an object that is as the manifest lists it."""
+    if name not in listed:
+        raise ExchangeError(
+            f"{place.where}: expected {name} in {MANIFEST}, found it not; "
+            f"{_EXPORT_AGAIN}"
+        )
+    value, (num_bytes, checksum) = place.read(name), listed[name]
+    if value is None or checksum_of(value) != (num_bytes, checksum):
+        raise ExchangeError(
+            f"{place.where}: {name}: expected {num_bytes} bytes of CRC-32C "
+            f"{checksum}, found {_format_object(value)}; the export is torn: "
+            f"{_EXPORT_AGAIN}"
+        )
+    return value

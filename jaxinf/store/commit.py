@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from jaxinf.documents import Document, pattern, shown
+from jaxinf.documents import Document, pattern, shorten
 from jaxinf.errors import StoreFormatError
 from jaxinf.store.documents import (
     Dtype,
@@ -276,11 +276,11 @@ def _encoded(value: Any) -> str:
 
 def _decoded(kind: type, value: Any) -> Any:
     if not isinstance(value, str) or not _SUMS.fullmatch(value):
-        raise ValueError(f"expected values of 8 hex digits, found {shown(value)}")
+        raise ValueError(f"expected values of 8 hex digits, found {shorten(value)}")
     raw = bytes.fromhex(value)
     if kind is np.ndarray:
         return np.frombuffer(raw, ">u4").astype(np.uint32)
     bound = np.float32(np.frombuffer(raw, ">f4")[0]) if len(raw) == 4 else np.nan
     if not 0 <= bound < math.inf:
-        raise ValueError(f"expected a finite bound >= 0, found {shown(value)}")
+        raise ValueError(f"expected a finite bound >= 0, found {shorten(value)}")
     return bound

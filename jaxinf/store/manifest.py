@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
 
-from jaxinf.documents import Document, one_of, shown
+from jaxinf.documents import Document, one_of, shorten
 from jaxinf.layout import (
     CODE_BLOCK,
     Chunk,
@@ -423,7 +423,7 @@ def check_version(document: Any) -> None:
     found = document.get("format_version") if isinstance(document, dict) else None
     if type(found) is not int or found != FORMAT_VERSION:
         raise ValueError(
-            f"format version {shown(found)}, expected {FORMAT_VERSION}; a higher "
+            f"format version {shorten(found)}, expected {FORMAT_VERSION}; a higher "
             "one is a newer jaxinf's"
         )
 
@@ -468,7 +468,7 @@ def _problem(leaf: LeafRecord, num_members: int) -> str | None:
         return f"{leaf.grid.num_chunks} chunks, {num_chunks} CSDs"
     is_owned = len(leaf.owners) == (num_chunks if num_members else 0)
     if not is_owned or max(leaf.owners, default=-1) >= num_members:
-        return f"{num_chunks} chunks, owners {shown(leaf.owners)} of {num_members}"
+        return f"{num_chunks} chunks, owners {shorten(leaf.owners)} of {num_members}"
     if any(state.codec == "split" for state in leaf.states[1:]):
         return "a state coded as 'split', which the params alone may be"
     own = [state.stored for state in leaf.states if not state.is_beside]

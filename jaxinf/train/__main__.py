@@ -14,7 +14,7 @@ from jaxinf import compat
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError, printable
 from jaxinf.train.loop import train
-from jaxinf.train.run_file import config_of
+from jaxinf.train.run_file import parse_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        return train(config_of(words))
+        return train(parse_config(words))
     except UsageError as error:
         return _fail(2, error)
     except (JaxinfError, OSError) as error:

@@ -1,8 +1,8 @@
 """Refusals of run configurations that are invalid, or contradict themselves.
 
-Invariant: no combination of fields is ignored in silence. Functions yield what is
-wrong, in words: the flag, the value found and the remedy; the first is raised. What the
-store itself refuses when it is opened, before anything is written, is not repeated.
+Invariant: no combination of fields is ignored in silence. Functions yield problems as
+text, with the flag, the value found and the remedy; the first is raised. A check that
+the store makes when it is opened, before anything is written, is not repeated here.
 """
 
 import dataclasses
@@ -22,55 +22,51 @@ from jaxinf.train.optimizers import check_optimizer
 
 _Problems: TypeAlias = Iterator[str]
 
-_ZERO_AT_LEAST = (
+_NON_NEGATIVE = (
     "steps", "warmup-steps", "clip-norm", "seed", "eval-every", "checkpoint-every",
 )  # fmt: skip
-_ONE_AT_LEAST = ("batch-size", "memory", "device-memory", "micro-batches", "durability")
-_AT_LEAST: dict[str, int] = {
-    **dict.fromkeys(_ZERO_AT_LEAST, 0),
-    **dict.fromkeys(_ONE_AT_LEAST, 1),
+_POSITIVE = ("batch-size", "memory", "device-memory", "micro-batches", "durability")
+_MINIMUMS: dict[str, int] = {
+    **dict.fromkeys(_NON_NEGATIVE, 0),
+    **dict.fromkeys(_POSITIVE, 1),
     "seq-len": 2,
 }
-_OF_THE_STORE = (
+_STORE_FLAGS = (
     "store", "elastic", "csd-root", "csd", "memory", "durability", "state", "ema",
     "checkpoint-every", "export-to",
 )  # fmt: skip
-_OF_STREAMING = ("device-memory", "device-updates")
+_STREAMING_FLAGS = ("device-memory", "device-updates")
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """Refuses a config with invalid or contradictory fields; reads the model's files.
-
-    Returns:
-      The config with its `files`.
-    """
-    for problem in _of_values(config):
+    """Refuses invalid or contradictory fields; returns the config with its `files`."""
+    for problem in _value_problems(config):
         raise UsageError(problem)
     files = config.model_file and ModelFiles.of_config(config.model_file)
     files = ModelFiles.of_folder(config.source) if config.source else files
     config = dataclasses.replace(config, files=files)
     _ = config.average  # refuses an --ema that does not parse
-    for problem in chain(_of_model(config), _of_mode(config)):
+    for problem in chain(_model_problems(config), _mode_problems(config)):
         raise UsageError(problem)
     check_optimizer(config)
     return config
 
 
-def _given(config: TrainConfig, why: str, *names: str) -> _Problems:
+def _refuse(config: TrainConfig, why: str, *names: str) -> _Problems:
     """Yields a refusal for each flag that has another value than the default."""
     for name in names:
         if getattr(config, FLAGS[name].name) != FLAGS[name].default:
             yield f"--{name}: {why}{'' if why.endswith(' or') else ';'} leave it out"
 
 
-def _of_values(config: TrainConfig) -> _Problems:
+def _value_problems(config: TrainConfig) -> _Problems:
     """Yields refusals of single flags, of numbers together, and of the model's name."""
     for name, field in FLAGS.items():
         value = getattr(config, field.name)
         for path in value if isinstance(value, tuple) else (value,):
             if isinstance(path, Path) and os.path.expanduser(path)[:1] == "~":
                 yield f"--{name} {path}: expected the home of a user, found none"
-        least = _AT_LEAST.get(name)
+        least = _MINIMUMS.get(name)
         if least is not None and isinstance(value, int | float) and not value >= least:
             yield f"--{name}: expected at least {least}, got {value}"
         if value == math.inf:  # JSON, and so a commit, has no form for it
@@ -86,31 +82,31 @@ def _of_values(config: TrainConfig) -> _Problems:
         yield f"--validation: expected more than 0, less than 1, got {share}"
     presets, why = MODELS[config.model].presets, "says which model it is"
     if config.source is not None:
-        yield from _given(config, f"--from {config.source} {why}", "model", "preset")
+        yield from _refuse(config, f"--from {config.source} {why}", "model", "preset")
     elif config.model_file is not None:
-        yield from _given(config, f"--preset {config.model_file} {why}", "model")
+        yield from _refuse(config, f"--preset {config.model_file} {why}", "model")
     elif config.preset not in presets:
-        own = [name for name, m in MODELS.items() if config.preset in m.presets]
+        owners = [name for name, m in MODELS.items() if config.preset in m.presets]
         yield (
             f"--preset: expected one of {config.model}'s, {', '.join(presets)}, or a "
             f"FILE.json, got {config.preset}"
-            f"{', which --model ' + own[0] + ' has' if own else ''}"
+            f"{', which --model ' + owners[0] + ' has' if owners else ''}"
         )
 
 
-def _of_model(config: TrainConfig) -> _Problems:
+def _model_problems(config: TrainConfig) -> _Problems:
     tasks, task = config.family.tasks, config.task_name
     if task not in tasks:
-        able = [name for name, m in MODELS.items() if task in m.tasks]
+        models = [name for name, m in MODELS.items() if task in m.tasks]
         yield (
             f"--task {task}: expected one of {config.family.name}'s, "
-            f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
+            f"{', '.join(tasks)}; --model with that task: {', '.join(models)}"
         )
     if task != "causal-lm":
-        yield from _given(config, f"--task {task} learns no prompts", "loss-on")
+        yield from _refuse(config, f"--task {task} learns no prompts", "loss-on")
     limit = getattr(config.model_config, "num_positions", None)
     if config.takes_images:
-        yield from _given(config, "the model takes images", "seq-len", "tokenizer")
+        yield from _refuse(config, "the model takes images", "seq-len", "tokenizer")
     elif limit is not None and (config.seq_len or 0) > limit:
         owner = config.source or config.model_file or f"preset {config.preset}"
         yield (
@@ -127,11 +123,11 @@ def _of_model(config: TrainConfig) -> _Problems:
         check_frozen(config.freeze, params, config.model_name)
 
 
-def _of_mode(config: TrainConfig) -> _Problems:
+def _mode_problems(config: TrainConfig) -> _Problems:
     mode = config.mode
     if mode == "memory":
         why = "--mode memory keeps nothing on drives; give --mode update, or"
-        yield from _given(config, why, *_OF_THE_STORE, "distributed")
+        yield from _refuse(config, why, *_STORE_FLAGS, "distributed")
     elif config.store is None:
         yield (
             "--store: expected a directory for the optimizer's state, got nothing; "
@@ -139,7 +135,7 @@ def _of_mode(config: TrainConfig) -> _Problems:
         )
     if mode != "stream":
         why = f"--mode {mode} does not have it; give --mode stream, or"
-        yield from _given(config, why, *_OF_STREAMING)
+        yield from _refuse(config, why, *_STREAMING_FLAGS)
         if config.policy not in (None, "recompute", "keep"):
             yield f"--policy {config.policy}: {why} leave it out"
     elif config.memory is None:
@@ -147,15 +143,16 @@ def _of_mode(config: TrainConfig) -> _Problems:
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
         )
-    sent = config.compression
-    if sent and sent.error_feedback and mode == "stream" and config.clip_norm:
+    compression = config.compression
+    has_feedback = compression is not None and compression.error_feedback
+    if has_feedback and mode == "stream" and config.clip_norm:
         yield (
             f"--compress {config.compress}: with --mode stream the global norm would "
             "miss what error feedback adds; give --clip-norm 0, or leave error "
             "feedback out"
         )
     if config.distributed is None:
-        yield from _given(config, "expected with --distributed; add that, or", "fsdp")
+        yield from _refuse(config, "expected with --distributed; add that, or", "fsdp")
     if config.export_to is not None and not config.checkpoint_every:
         yield (
             "--export-to: expected --checkpoint-every K, whose steps are exported; "

@@ -32,8 +32,8 @@ from jaxinf.program import Average, parse_ema
 from jaxinf.store import StateFormat
 from jaxinf.streaming import Policy
 from jaxinf.terminal import parse_bytes
-from jaxinf.train.freezing import Frozen
-from jaxinf.train.lora import ALPHA, Lora, parse_lora, with_new
+from jaxinf.train.freezing import FrozenLeaves
+from jaxinf.train.lora import DEFAULT_ALPHA, Lora, add_adapters, parse_lora
 from jaxinf.typing import JsonValue, PyTree
 
 HELD_OUT_SHARE = 0.05
@@ -43,7 +43,7 @@ DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
 
 
-def _shown(metavar: str, default: str, *, name: str | None = None) -> Any:
+def _flag(metavar: str, default: str, *, name: str | None = None) -> Any:
     """Sets texts that `--help` shows, and a flag's name if it is not the field's."""
     hint = f"(default: {default})"
     return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=hint)
@@ -66,7 +66,7 @@ _LAUNCH: Any = tyro.constructors.PrimitiveConstructorSpec(
 )
 
 
-def _parsed(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
+def _parse_flag(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
     try:
         return None if text is None else parse(text)
     except ValueError as error:
@@ -85,10 +85,10 @@ class TrainConfig:
     # --- run --------------------------------------------------------------------------
 
     # A file in TOML with flags of the run, without --: batch-size = 16. Flags win.
-    run_file: Annotated[Path | None, _shown("FILE", "none", name="config")] = None
+    run_file: Annotated[Path | None, _flag("FILE", "none", name="config")] = None
 
     # Directory of the store: a new one, or the store of a run to resume.
-    store: Annotated[Path | None, _shown("DIR", "none; update, stream need it")] = None
+    store: Annotated[Path | None, _flag("DIR", "none; update, stream need it")] = None
 
     # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
@@ -111,15 +111,15 @@ class TrainConfig:
 
     # The training data: text files, JSON lines, Parquet, folders of these, quoted
     # globs; images in a folder for each class. docs/training.md describes each.
-    data: Annotated[tuple[str, ...], _shown("PATH...", "Python's own sources")] = ()
+    data: Annotated[tuple[str, ...], _flag("PATH...", "Python's own sources")] = ()
 
     # The validation data, or the share of --data to hold out: 0.1.
     validation: Annotated[
-        tuple[str, ...], _shown("PATH...|SHARE", "0.05 of --data")
+        tuple[str, ...], _flag("PATH...|SHARE", "0.05 of --data")
     ] = ()
 
     # A Hugging Face folder with a tokenizer; without it every byte is a token.
-    tokenizer: Annotated[Path | None, _shown("DIR", "bytes")] = None
+    tokenizer: Annotated[Path | None, _flag("DIR", "bytes")] = None
 
     # With prompts and responses, or messages: learn the answers alone, or all text.
     loss_on: Literal["answers", "all"] = "answers"
@@ -130,7 +130,7 @@ class TrainConfig:
     # Tokens in a sequence; without a --tokenizer a token is a byte.
     seq_len: Annotated[
         int | None,
-        _shown("INT", "64; with --from the longest example, at most 1024"),
+        _flag("INT", "64; with --from the longest example, at most 1024"),
     ] = None
 
     # --- model ------------------------------------------------------------------------
@@ -145,23 +145,23 @@ class TrainConfig:
 
     # A Hugging Face folder whose weights to start from; leave --model and --preset out.
     # With --steps 0 the store has them, and nothing is trained.
-    source: Annotated[Path | None, _shown("DIR", "new weights", name="from")] = None
+    source: Annotated[Path | None, _flag("DIR", "new weights", name="from")] = None
 
     # The task: predict the next token, masked tokens, an answer to a text, or a class.
     task: Annotated[
         TaskName | None,
-        _shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
+        _flag("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
     ] = None
 
     # Leaves of the model that stay as they are, and have no state: patterns of their
     # paths, such as wte or 'h[0-5]/*', where * stands for any text.
-    freeze: Annotated[tuple[str, ...], _shown("PATTERN...", "none")] = ()
+    freeze: Annotated[tuple[str, ...], _flag("PATTERN...", "none")] = ()
 
     # Train adapters of this rank beside matrices (LoRA), and leave all else as it is,
     # but for a head of classes: 8 for those of attention, or with a pattern of the
     # matrices' paths, '8:h*/mlp/*'. They are scaled by 16 over the rank, or by another
     # number: 8,alpha=32.
-    lora: Annotated[str | None, _shown("RANK[:PATTERN][,alpha=A]", "none")] = None
+    lora: Annotated[str | None, _flag("RANK[:PATTERN][,alpha=A]", "none")] = None
 
     # Dtype of the params on the JAX device. With bfloat16 the store has what is missing
     # to their float32 master; in --mode memory they have no master.
@@ -175,12 +175,12 @@ class TrainConfig:
 
     # Arguments of that optimizer, such as weight_decay=0.01 b2=0.95 mu_dtype=bfloat16.
     # For adamw and lion weight_decay is 0.1, with --from 0.
-    optimizer_args: Annotated[tuple[str, ...], _shown("KEY=VALUE...", "optax's")] = ()
+    optimizer_args: Annotated[tuple[str, ...], _flag("KEY=VALUE...", "optax's")] = ()
 
     # Peak learning rate. Required for optimizers other than adam and adamw.
     learning_rate: Annotated[
         float | None,
-        _shown("RATE", "by size: 2e-3 nano, 2e-4 at 1.5 B params; with --from a tenth"),
+        _flag("RATE", "by size: 2e-3 nano, 2e-4 at 1.5 B params; with --from a tenth"),
     ] = None
 
     # The learning rate after the warm-up: constant; cosine, which falls to a tenth at
@@ -189,7 +189,7 @@ class TrainConfig:
     schedule: ScheduleName = "constant"
 
     # Steps in which the learning rate rises linearly to its peak.
-    warmup_steps: Annotated[int | None, _shown("INT", "50; 30 with --from")] = None
+    warmup_steps: Annotated[int | None, _flag("INT", "50; 30 with --from")] = None
 
     # Clip gradients to this global norm, for which updates wait; 0 is off.
     clip_norm: float = 1.0
@@ -197,40 +197,38 @@ class TrainConfig:
     # Send only the largest elements of each gradient to the drives: top_k:0.02 in 2 %
     # of the dense bytes. Options may follow, each after a comma: warmup_steps=N,
     # error_feedback=true, values=bfloat16 or float16. docs/compression.md has the cost.
-    compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
+    compress: Annotated[str | None, _flag("top_k:RATIO", "none")] = None
 
     # Keep a moving average of the params in the store, with this decay: 0.999, by which
     # the run is evaluated. Options may follow, each after a comma: every=N (steps),
     # debias=true, form=bf16 (2 bytes a param). docs/integrations.md: how to read it.
-    ema: Annotated[str | None, _shown("DECAY", "none")] = None
+    ema: Annotated[str | None, _flag("DECAY", "none")] = None
 
     # --- memory and drives ------------------------------------------------------------
 
     # Host memory, such as 4GiB. In --mode update: of the buffers through which state
     # passes, with cards of each card. In --mode stream: of all but the process itself.
     memory: Annotated[
-        int | None, _MEMORY, _shown("BYTES", "512MiB; --mode stream needs it")
+        int | None, _MEMORY, _flag("BYTES", "512MiB; --mode stream needs it")
     ] = None
 
     # For --mode stream: memory of the JAX device for params, activations and
     # temporaries; on a CPU the part of --memory for them.
-    device_memory: Annotated[int | None, _MEMORY, _shown("BYTES", "what is free")] = (
-        None
-    )
+    device_memory: Annotated[int | None, _MEMORY, _flag("BYTES", "what is free")] = None
 
     # A mounted drive to spread a new store's chunks over; repeat it for more drives.
     csd_root: Annotated[
-        tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
+        tyro.conf.UseAppendAction[tuple[Path, ...]], _flag("DIR", "the store itself")
     ] = ()
 
     # The processor that updates the chunks: host, the CPU; smartssd, the card beside
     # the drive; emulated, an emulated card; with options (docs/cards.md).
-    csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
+    csd: Annotated[str, _flag("host|smartssd|emulated", "host")] = "host"
 
     # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
     # stochastic rounding, or 8 bits with a scale for each 256 elements.
     state: Annotated[
-        StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
+        StateFormat | None, _flag("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
     # Activations are computed again for the backward pass (recompute), or stay in
@@ -238,7 +236,7 @@ class TrainConfig:
     # drive meanwhile; plan: so, but what the drive is too slow for is recomputed.
     policy: Annotated[
         Policy | None,
-        _shown("{recompute,keep,offload,plan}", "keep; recompute in --mode stream"),
+        _flag("{recompute,keep,offload,plan}", "keep; recompute in --mode stream"),
     ] = None
 
     # Gradient accumulation: parts of a batch that run one after another, so that
@@ -250,14 +248,14 @@ class TrainConfig:
     # save time in the first steps of a run, or none (docs/streaming.md).
     device_updates: Annotated[
         int | Literal["auto"] | None,
-        _shown("{INT,auto}", "as in the store's last step, or 0"),
+        _flag("{INT,auto}", "as in the store's last step, or 0"),
     ] = None
 
     # --- commits and checkpoints ------------------------------------------------------
 
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
-    durability: Annotated[Durability, _shown("{step,INT,checkpoint}", "step")] = "step"
+    durability: Annotated[Durability, _flag("{step,INT,checkpoint}", "step")] = "step"
 
     # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none. The
     # last three are kept, each in the space of one more copy of the state. A run goes
@@ -267,7 +265,7 @@ class TrainConfig:
     # Export these steps to a URL of file://, gs:// or s3://, with a folder for each.
     # The next update waits for it. If an export fails, training goes on, and the exit
     # status is 3.
-    export_to: Annotated[str | None, _shown("URL", "none")] = None
+    export_to: Annotated[str | None, _flag("URL", "none")] = None
 
     # --- several processes ------------------------------------------------------------
 
@@ -275,7 +273,7 @@ class TrainConfig:
     # elsewhere give the address of process 0, which coordinates, the number of
     # processes, and that of this one, from 0: 10.0.0.1:1234,4,0.
     distributed: Annotated[
-        str | None, _LAUNCH, _shown("[HOST:PORT,N,I]", "one process")
+        str | None, _LAUNCH, _flag("[HOST:PORT,N,I]", "one process")
     ] = None
 
     # Go on with what this start has: divide the store among its processes and devices,
@@ -293,7 +291,7 @@ class TrainConfig:
     # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json,
     # config.toml.
     log_dir: Annotated[
-        Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
+        Path | None, _flag("DIR", "STORE-log; runs/memory in --mode memory")
     ] = None
 
     # Steps between evaluations on at most 64 batches of the held-out data, always the
@@ -327,14 +325,14 @@ class TrainConfig:
     @property
     def model_config(self) -> ModelConfig:
         """The model's configuration, with the head for the task."""
-        precise = dataclasses.replace(
-            self._size, dtype=self.dtype, param_dtype=self.param_dtype
+        config = dataclasses.replace(
+            self._base_config, dtype=self.dtype, param_dtype=self.param_dtype
         )
-        return config_for(precise, self.task_name, num_labels=self.num_labels)
+        return config_for(config, self.task_name, num_labels=self.num_labels)
 
     @property
-    def _size(self) -> ModelConfig:
-        """The model's configuration as its files or a preset have it."""
+    def _base_config(self) -> ModelConfig:
+        """The model's configuration by its files or a preset."""
         if self.source is not None or self.model_file is not None:
             assert self.files is not None, "check reads them"
             return self.files.config
@@ -342,17 +340,16 @@ class TrainConfig:
 
     @property
     def model_file(self) -> Path | None:
-        """The config.json that `preset` names, or None."""
         return Path(self.preset) if self.preset.endswith(".json") else None
 
     @property
     def task_name(self) -> TaskName:
-        """The given task, or the model's usual one."""
+        """The configured task, or the model's usual one."""
         return self.task or self.family.tasks[0]
 
     @property
     def family(self) -> ModelFamily:
-        return family_of(self._size)
+        return family_of(self._base_config)
 
     @property
     def model_name(self) -> str:
@@ -364,42 +361,40 @@ class TrainConfig:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model looks at images instead of tokens."""
         return hasattr(self.model_config, "image_size")
 
     @property
     def compression(self) -> TopK | None:
-        """The compression that `compress` names; a UsageError if it does not parse."""
-        return _parsed("compress", self.compress, parse_compression)
+        return _parse_flag("compress", self.compress, parse_compression)
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that `lora` names; a UsageError if it does not parse."""
-        return _parsed("lora", self.lora, parse_lora)
+        return _parse_flag("lora", self.lora, parse_lora)
 
     @property
     def lora_alpha(self) -> float:
-        return ALPHA if self.adapters is None else self.adapters.alpha
+        return DEFAULT_ALPHA if self.adapters is None else self.adapters.alpha
 
     @property
     def average(self) -> Average | None:
-        """The average that `ema` names; a UsageError if it does not parse."""
-        return _parsed(f"ema {self.ema}:", self.ema, parse_ema)
+        return _parse_flag(f"ema {self.ema}:", self.ema, parse_ema)
 
     @property
-    def frozen(self) -> Frozen:
-        """The leaves that stay as they are, by `freeze` or `lora`."""
+    def frozen(self) -> FrozenLeaves:
+        """The leaves that are not trained, by `freeze` or `lora`."""
         if self.adapters is None:
-            return Frozen(self.freeze)
+            return FrozenLeaves(self.freeze)
         has_classes = self.task_name == "classification"
-        return self.adapters.frozen(trains_head=has_classes)
+        return self.adapters.frozen_leaves(trains_head=has_classes)
 
     @property
     def abstract(self) -> tuple[Any, PyTree]:
         """The model's graph, and shapes and dtypes of the run's params."""
         graphdef, params = abstract_params(self.model_config)
         if self.adapters is not None:
-            params = jax.eval_shape(functools.partial(with_new, self.adapters), params)
+            params = jax.eval_shape(
+                functools.partial(add_adapters, self.adapters), params
+            )
         return graphdef, params
 
     @property
@@ -424,11 +419,11 @@ class TrainConfig:
     def to_json(self) -> dict[str, JsonValue]:
         """Returns all fields of the run as JSON, paths as text."""
         names = [field.name for field in dataclasses.fields(self)]
-        document = {n: getattr(self, n) for n in names if n not in _NOT_OF_RUNS}
+        document = {n: getattr(self, n) for n in names if n not in _NOT_RECORDED}
         return json.loads(json.dumps(document, default=str))
 
 
-_NOT_OF_RUNS = ("files", "run_file", "trace")
+_NOT_RECORDED = ("files", "run_file", "trace")
 
 FLAGS = {
     {"run_file": "config", "source": "from"}.get(field.name)

@@ -29,11 +29,11 @@ from jaxinf.streaming import DeviceLimit, program_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.devices import Devices
-from jaxinf.train.freezing import trained
-from jaxinf.train.modes import streamed_step
-from jaxinf.train.opening import named_flags, open_run
+from jaxinf.train.freezing import mask_frozen
+from jaxinf.train.modes import make_streamed_step
+from jaxinf.train.opening import name_flags_in_errors, open_run_store
 from jaxinf.train.optimizers import make_optimizer
-from jaxinf.train.step import loss_of
+from jaxinf.train.step import make_loss_fn
 from jaxinf.typing import FLOAT32, PyTree
 
 
@@ -41,14 +41,12 @@ from jaxinf.typing import FLOAT32, PyTree
 class RunNeeds:
     """The needs of a run in one process at its peak, and the traffic of a step.
 
-    The process itself takes up to 600 MB beside.
-
     Attributes:
-      num_params: of the whole model.
-      num_drives: drives that share the store's bytes.
-      host_bytes: memory of the host.
+      num_params: number of params of the whole model.
+      num_drives: number of drives that share the store's bytes.
+      host_bytes: host memory, beside up to 600 MB of the process itself.
       device_bytes: memory of a JAX device that has its own; else 0.
-      disk_bytes: on drives, with both slots.
+      disk_bytes: bytes on drives, with both slots.
       drive_read_bytes, drive_write_bytes: bytes that a step moves, on average.
     """
 
@@ -61,8 +59,8 @@ class RunNeeds:
     drive_write_bytes: int = 0
 
 
-@named_flags()
-def count(
+@name_flags_in_errors()
+def count_needs(
     config: TrainConfig,
     batch: Batch | None,
     device_bytes: int | None,
@@ -72,43 +70,43 @@ def count(
 
     Args:
       config: a run in one process that `check` has returned.
-      batch: a batch; only its shapes count. None leaves programs out, which a streamed
-        run cannot.
+      batch: an example; only its shapes count. None leaves programs out, which a
+        streamed run cannot.
       device_bytes: memory of the JAX device; None if it computes in the host's.
-      limit: limit of another device, to count for.
+      limit: limit of a device that is not here, to count for.
     """
-    found = {"host_bytes": 0}
+    needs = {"host_bytes": 0}
     with contextlib.ExitStack() as stack:
         if config.mode != "memory":
-            planned, store = stack.enter_context(_planned_store(config))
+            planned, store = stack.enter_context(_open_planned_store(config))
             if config.mode == "stream":
-                found = _streamed(planned, store, batch, limit)
+                needs = _count_streamed(planned, store, batch, limit)
             else:
-                found = _stored(config, store, is_shared=device_bytes is None)
+                needs = _count_stored(config, store, is_shared=device_bytes is None)
     if config.mode != "stream":
         programs, gradients = _program_bytes(config, batch)
         if device_bytes is None:
-            found["host_bytes"] += programs
+            needs["host_bytes"] += programs
         else:
-            found["device_bytes"] = programs
+            needs["device_bytes"] = programs
             if config.mode == "update":  # gradients and updates cross
-                found["host_bytes"] += 2 * gradients
+                needs["host_bytes"] += 2 * gradients
     size = num_params(config.model_config)
-    return RunNeeds(num_params=size, num_drives=_num_drives(config), **found)
+    return RunNeeds(num_params=size, num_drives=_num_drives(config), **needs)
 
 
 def _program_bytes(config: TrainConfig, batch: Batch | None) -> tuple[int, int]:
-    """Counts the bytes of a program of a loss and its gradients, and of these."""
+    """Counts the bytes of the programs of a step, and those of its gradients."""
     graphdef, params = config.abstract
-    own = jax.tree.leaves(trained(config.frozen, params))
-    gradients = FLOAT32.itemsize * sum(leaf.size for leaf in own)
+    leaves = jax.tree.leaves(mask_frozen(config.frozen, params))
+    gradients = FLOAT32.itemsize * sum(leaf.size for leaf in leaves)
     # Gradients, clipped gradients, updates; without clipping they are soon gone.
     programs = _num_bytes(params)
     programs += (3 if config.clip_norm or config.compress else 1) * gradients
     if batch is not None:
         parts = config.micro_batches
         part = jax.tree.map(lambda rows: rows[: len(rows) // parts], batch)
-        loss_fn = loss_of(config, graphdef)
+        loss_fn = make_loss_fn(config, graphdef)
         step = program_bytes(loss_fn, params, jax.eval_shape(lambda: part))
         programs = max(programs, step + (gradients if parts > 1 else 0))
     if config.mode == "memory":
@@ -120,17 +118,19 @@ def _num_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _streamed(
+def _count_streamed(
     config: TrainConfig, store: Store, batch: Batch | None, limit: DeviceLimit | None
 ) -> dict[str, int]:
-    with streamed_step(config, store) as step:
-        found = step.dry_run(batch, config.abstract[1], device=limit)
-    names = [one.name for one in fields(RunNeeds) if one.name.endswith("_bytes")]
-    return {name: getattr(found, name) for name in names}
+    with make_streamed_step(config, store) as step:
+        needs = step.dry_run(batch, config.abstract[1], device=limit)
+    names = [field.name for field in fields(RunNeeds) if field.name.endswith("_bytes")]
+    return {name: getattr(needs, name) for name in names}
 
 
-def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, int]:
-    """Counts bytes on disk, of buffers, and those that updates read and write."""
+def _count_stored(
+    config: TrainConfig, store: Store, *, is_shared: bool
+) -> dict[str, int]:
+    """Counts the bytes on disk, of buffers, and of the updates' reads and writes."""
     params = config.abstract[1]
     tx = averaged(make_optimizer(config), config.average)
     description = describe_store(
@@ -142,11 +142,12 @@ def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, 
     )
     subgroups, moves = subgroups_of(engine_of(store), description), []
     leaves = zip(jax.tree.leaves(params), description.leaves, strict=True)
-    for number, (leaf, one) in enumerate(leaves):
+    for number, (leaf, leaf_description) in enumerate(leaves):
         # Where the JAX device shares the host's memory, updates take its params.
         takes_params = is_shared and can_use_params(subgroups, number, leaf.dtype)
-        whole = number, (0,) * leaf.ndim, leaf.shape
-        moves += list_moves(subgroups, one.kernel, *whole, takes_params=takes_params)
+        box = number, (0,) * leaf.ndim, leaf.shape
+        kernel = leaf_description.kernel
+        moves += list_moves(subgroups, kernel, *box, takes_params=takes_params)
     every = subgroups.options.steps_per_commit or max(1, config.steps)
     moved = subgroups.count_moved_bytes(
         moves, memory_bytes=subgroups.memory_bytes, steps_per_commit=every
@@ -160,29 +161,28 @@ def _stored(config: TrainConfig, store: Store, *, is_shared: bool) -> dict[str, 
 
 
 @contextlib.contextmanager
-def _planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
+def _open_planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Store]]:
     """Opens a run's store in a temporary directory; nothing is written."""
     durability, every = config.durability, config.checkpoint_every
     if durability != "step" and every:  # a checkpoint commits, too
-        often = every if durability == "checkpoint" else durability
-        durability = min(often, every)
+        durability = every if durability == "checkpoint" else min(durability, every)
     with tempfile.TemporaryDirectory() as folder:
         roots = tuple(Path(folder, f"drive{n}") for n in range(len(config.csd_root)))
         for root in roots:
             root.mkdir()
-        elsewhere = replace(
+        planned = replace(
             config,
             store=Path(folder, "store"),
             csd_root=roots,
             durability=durability,
             device_updates=None,  # would try the device
         )
-        with contextlib.closing(open_run(elsewhere, Devices())) as store:
-            yield elsewhere, store
+        with contextlib.closing(open_run_store(planned, Devices())) as store:
+            yield planned, store
 
 
 def _num_drives(config: TrainConfig) -> int:
     """Returns the number of drives; directories that are on one count once."""
     roots = [root.expanduser() for root in config.csd_root]
-    there = {root.stat().st_dev for root in roots if root.is_dir()}
-    return max(1, len(there) + sum(not root.is_dir() for root in roots))
+    drives = {root.stat().st_dev for root in roots if root.is_dir()}
+    return max(1, len(drives) + sum(not root.is_dir() for root in roots))

@@ -38,23 +38,23 @@ class Devices:
     mesh: Mesh | None = None
     is_sharded: bool = False
 
-    def shapes(self, params: PyTree) -> PyTree:
+    def add_shardings(self, params: PyTree) -> PyTree:
         """Returns shapes and dtypes of params with their shardings on the mesh."""
         mesh = self.mesh
         if mesh is None:
             return params
 
-        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        def add_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
             spec: list[str | None] = [None] * len(leaf.shape)
-            fitting = [n for n, d in enumerate(leaf.shape) if d and d % mesh.size == 0]
-            if self.is_sharded and fitting:  # on the longest
-                spec[max(fitting, key=lambda n: leaf.shape[n])] = _AXIS
+            divisible = [n for n, d in enumerate(leaf.shape) if d and not d % mesh.size]
+            if self.is_sharded and divisible:  # on the longest
+                spec[max(divisible, key=lambda n: leaf.shape[n])] = _AXIS
             sharding = NamedSharding(mesh, PartitionSpec(*spec))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(shape, params)
+        return jax.tree.map(add_sharding, params)
 
-    def joined(self, batch: Batch) -> Any:
+    def join_batch(self, batch: Batch) -> Any:
         """Makes the global batch of which this process has its part."""
         if self.mesh is None:
             return batch
@@ -64,29 +64,29 @@ class Devices:
             for name, array in batch.items()
         }
 
-    def spread(self, batch: Any) -> Any:
-        """Divides a batch that all processes have over the devices, if it divides."""
+    def shard_batch(self, batch: Any) -> Any:
+        """Shards a batch that all processes have over the devices, if it divides."""
         mesh = self.mesh
         if mesh is None:
             return batch
         rows = NamedSharding(mesh, PartitionSpec(_AXIS))
 
-        def divided(leaf: Any) -> Any:
-            divides = np.ndim(leaf) and not len(leaf) % mesh.size
-            return shard_whole(leaf, rows) if divides else leaf
+        def shard(leaf: Any) -> Any:
+            is_divisible = np.ndim(leaf) and not len(leaf) % mesh.size
+            return shard_whole(leaf, rows) if is_divisible else leaf
 
-        return jax.tree.map(divided, batch)
+        return jax.tree.map(shard, batch)
 
 
-def devices_of(config: TrainConfig) -> Devices:
+def find_devices(config: TrainConfig) -> Devices:
     """Returns the devices of a run whose processes are connected."""
     if config.distributed is None or jax.device_count() == 1:
         return Devices()
     return Devices(Mesh(np.array(jax.devices()), (_AXIS,)), config.fsdp)
 
 
-def placed(tree: PyTree, like: PyTree) -> PyTree:
-    """Puts arrays that all processes have where `like` has them on a mesh."""
+def place_arrays(tree: PyTree, like: PyTree) -> PyTree:
+    """Shards arrays that all processes have like those of `like`."""
     return jax.tree.map(
         lambda x, like: x if like.sharding is None else shard_whole(x, like.sharding),
         tree,
@@ -97,23 +97,22 @@ def placed(tree: PyTree, like: PyTree) -> PyTree:
 # --- processes -----------------------------------------------------------------------
 
 
-def connect(launch: str) -> None:
+def connect_processes(launch: str) -> None:
     """Connects the processes of a run; blocks until all are there, or as long as JAX.
 
-    Args:
-      launch: ``HOST:PORT,N,I``, or nothing if the environment says it.
+    The launch is ``HOST:PORT,N,I``, or empty if the environment has these.
     """
-    given = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", launch)
-    if launch and not given:
+    match = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", launch)
+    if launch and not match:
         raise UsageError(
             f"--distributed {launch!r}: expected HOST:PORT of process 0, the number of "
             "processes and that of this one, such as 10.0.0.1:1234,4,0"
         )
     try:
-        if given:
-            address, num_processes, number = given[1], int(given[2]), int(given[3])
+        if match:
+            address, num_processes, number = match[1], int(match[2]), int(match[3])
             if number:
-                _await(address)
+                _await_coordinator(address)
             jax.distributed.initialize(address, num_processes, number)
         else:
             jax.distributed.initialize()
@@ -126,7 +125,7 @@ def connect(launch: str) -> None:
         ) from error
 
 
-def _await(address: str) -> None:
+def _await_coordinator(address: str) -> None:
     """Waits until the coordinator listens: JAX would abort the process meanwhile."""
     host, _, port = address.rpartition(":")
     until_s = time.monotonic() + _PATIENCE_S

@@ -16,9 +16,9 @@ from jaxinf_models import Scores, num_params, score
 from jaxinf.engine import Store
 from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.loader import Batch, one_epoch
+from jaxinf.train.data.loader import Batch, epoch_batches
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.lora import model_of
+from jaxinf.train.lora import merge_model
 from jaxinf.typing import PyTree
 
 BEST = "best"
@@ -44,67 +44,62 @@ class Evaluation(NamedTuple):
         return math.exp(min(self.loss, 700.0))
 
 
-class Best(NamedTuple):
-    """The checkpoint named best."""
-
+class BestCheckpoint(NamedTuple):
     step: int = -1
     loss: float = math.inf
 
-    def payload(self) -> dict[str, Any]:
-        """Returns its part of a commit's payload."""
+    def to_payload(self) -> dict[str, Any]:
         return {"best": self._asdict()} if self.step >= 0 else {}
 
 
-def best_of(store: Store | None, group: Group) -> Best:
+def find_best(store: Store | None, group: Group) -> BestCheckpoint:
     """Returns the checkpoint named best, with its loss as the last commit has it.
 
-    None counts of which the commit says nothing: the first evaluation replaces it. Nor
-    does one of a step that the run has left, as by a restore, or if processes of the
-    group differ, of which some had replaced theirs when they were killed.
+    A checkpoint that the commit does not mention does not count: the first evaluation
+    replaces it. Neither does one of a step that the run has left, as by a restore, nor
+    one that only some processes have, as when they were killed while replacing it.
     """
     if store is None or not store.exists:
-        return Best()
-    steps = [one.step for one in store.checkpoints() if one.name == BEST]
-    said = store.payload.get("best") if isinstance(store.payload, Mapping) else None
-    own, said = Best(), said if isinstance(said, Mapping) else {}
-    step, loss = said.get("step"), said.get("loss")
+        return BestCheckpoint()
+    steps = [info.step for info in store.checkpoints() if info.name == BEST]
+    payload = store.payload if isinstance(store.payload, Mapping) else {}
+    record = payload.get("best")
+    best, record = BestCheckpoint(), record if isinstance(record, Mapping) else {}
+    step, loss = record.get("step"), record.get("loss")
     if isinstance(loss, int | float) and abs(loss) <= sys.float_info.max:
-        own = Best(steps[0], float(loss)) if steps == [step] else own
-    found = group.gather("the best checkpoint", lambda: own)
-    return own if {Best(*one) for one in found} == {own} else Best()
+        best = BestCheckpoint(steps[0], float(loss)) if steps == [step] else best
+    gathered = group.gather("the best checkpoint", lambda: best)
+    is_same = {BestCheckpoint(*fields) for fields in gathered} == {best}
+    return best if is_same else BestCheckpoint()
 
 
-def evaluator(
+def make_evaluator(
     config: TrainConfig,
     data: TrainingData,
-    function: Callable[[Callable[[PyTree, Any], Any]], Callable[..., Any]],
+    compile_function: Callable[[Callable[[PyTree, Any], Any]], Callable[..., Any]],
 ) -> Callable[[PyTree], Evaluation]:
-    """Returns a function of params: their means over the same batches in every call.
-
-    Args:
-      function: makes a function of params and inputs that is compiled when it is
-        called.
-    """
+    """Returns a function of params: their means over the same batches in every call."""
     (graphdef, _), alpha = config.abstract, config.lora_alpha
 
     def scores(params: PyTree, batch: Any) -> Scores:
-        return score(model_of(graphdef, params, alpha), config.task_name, batch)
+        return score(merge_model(graphdef, params, alpha), config.task_name, batch)
 
-    scored, how = function(scores), {"seed": config.seed, "row_map": data.row_map}
-    batches = one_epoch(data.validation, batch_size=config.batch_size, **how)
-    size = num_params(config.model_config) * num_tokens(batches[0])
-    fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
-    numbers = range(min(int(fitting), len(batches)))
+    compiled = compile_function(scores)
+    options: Any = {"seed": config.seed, "row_map": data.row_map}
+    batches = epoch_batches(data.validation, batch_size=config.batch_size, **options)
+    cost = num_params(config.model_config) * count_tokens(batches[0])
+    num_batches = min(max(_LOSS_BUDGET / cost, _MIN_BATCHES), _MAX_BATCHES)
+    numbers = range(min(int(num_batches), len(batches)))
 
     def evaluate(params: PyTree) -> Evaluation:
-        found = [np.array(scored(params, batches[n]), np.float64) for n in numbers]
-        loss, weight, correct = np.sum(found, axis=0)
+        sums = [np.array(compiled(params, batches[n]), np.float64) for n in numbers]
+        loss, weight, correct = np.sum(sums, axis=0)
         return Evaluation(float(loss / weight), float(correct / weight))
 
     return evaluate
 
 
-def num_tokens(batch: Batch) -> int:
+def count_tokens(batch: Batch) -> int:
     """Counts the tokens of a batch with padding, or its images."""
     names = [name for name in ("tokens", "decoder_tokens") if name in batch]
     return sum(batch[name].size for name in names) or len(batch["labels"])

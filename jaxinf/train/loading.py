@@ -12,39 +12,37 @@ from jaxinf.command_line import UsageError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.images import load_images
-from jaxinf.train.data.loader import Batch, endless
+from jaxinf.train.data.loader import Batch, endless_batches
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.data.texts import load_texts
-from jaxinf.train.data.tokenizer import tokenizer_in
+from jaxinf.train.data.tokenizer import find_tokenizer
 
-_SEQ_LEN = 64
+_DEFAULT_SEQ_LEN = 64
 
 
-def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
-    """Reads a run's data (blocks).
+def load_data(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
+    """Reads a run's data; blocks.
 
-    Returns:
-      The config, with the data's number of classes, the tokenizer and the length of
-      rows; and the data.
+    The returned config has its number of classes, tokenizer and length of rows.
     """
     model = config.model_config
     try:
         num_ids = getattr(model, "vocab_size", None)
         if config.tokenizer is None and config.source is not None and num_ids:
-            own = tokenizer_in(config.source, num_ids)
-            config = dataclasses.replace(config, tokenizer=own)
+            tokenizer = find_tokenizer(config.source, num_ids)
+            config = dataclasses.replace(config, tokenizer=tokenizer)
         if size := getattr(model, "image_size", None):
             shape = size, size, getattr(model, "num_channels", 3)
             data = load_images(config, shape)
         else:
             limit, seq_len = getattr(model, "num_positions", None), config.seq_len
             if seq_len is None and config.source is None:
-                seq_len = min(_SEQ_LEN, limit or _SEQ_LEN)
+                seq_len = min(_DEFAULT_SEQ_LEN, limit or _DEFAULT_SEQ_LEN)
             data = load_texts(
                 config,
                 task=config.task_name,
                 seq_len=seq_len,
-                most_tokens=limit,
+                max_tokens=limit,
                 num_types=getattr(model, "num_token_types", 0),
             )
         for rows in (data.train, data.validation):
@@ -67,7 +65,7 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Sequence[Batch]:
             f"--batch-size: expected a multiple of the {num_shares} JAX devices"
             f"{parts}, got {config.batch_size}"
         )
-    return endless(
+    return endless_batches(
         data.train,
         batch_size=config.batch_size,
         seed=config.seed,
@@ -80,15 +78,15 @@ def _check_vocabulary(config: TrainConfig, data: TrainingData) -> None:
     num_rows = getattr(config.model_config, "vocab_size", None)
     if data.tokenizer is None or num_rows is None:
         return
-    largest = data.tokenizer.vocab_size - 1
+    max_id = data.tokenizer.vocab_size - 1
     if config.task_name == "masked-lm" and data.tokenizer.mask is not None:
-        largest = max(largest, data.tokenizer.mask)
+        max_id = max(max_id, data.tokenizer.mask)
     if config.task_name == "seq2seq":
-        largest = max(largest, data.tokenizer.start)
-    if largest >= num_rows:
+        max_id = max(max_id, data.tokenizer.start)
+    if max_id >= num_rows:
         raise UsageError(
             f"--tokenizer {data.tokenizer.name}: expected ids below {num_rows}, the "
             f"rows of the embedding of {config.model_name}, found ids up to "
-            f"{largest}; give the tokenizer that the model was made with"
+            f"{max_id}; give the tokenizer that the model was made with"
             f"{', or a larger model' if config.source is None else ''}"
         )

@@ -1,7 +1,7 @@
 """A training run from its config to its report; start reading at `train`.
 
-    batches[n] ─► step ─► loss            mode.compile(batch) makes the step: optax in
-                   └► params, state       memory, near storage, or streamed (`modes`)
+    batches[n] ─► step ─► loss            `modes` makes the step: optax in memory, near
+                   └► params, state       storage, or streamed
 
 Invariant: batch n is a function of the data, the seed and n alone, and each commit
   keeps its n. So a stopped run goes on as if it had not been stopped.
@@ -16,29 +16,37 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
 
 from jaxinf.command_line import UsageError
 from jaxinf.errors import ProcessError
-from jaxinf.exchange import keep_tokenizer, tokenizer_files
+from jaxinf.exchange import keep_tokenizer, read_tokenizer_files
 from jaxinf.processes import Group, all_processes, silent_groups
 from jaxinf.store import package_versions
 from jaxinf.terminal import make_console
 from jaxinf.train import messages, resume
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.loader import Batch, starting_at
+from jaxinf.train.data.loader import Batch, iterate_from
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.devices import connect, devices_of
-from jaxinf.train.evaluate import BEST, Best, Evaluation, best_of, evaluator, num_tokens
-from jaxinf.train.loading import load, make_batches
-from jaxinf.train.metrics import NO_TRAFFIC, Costs, JsonLines, MetricsLog, StepLine
-from jaxinf.train.modes import Done, in_memory, streamed
-from jaxinf.train.opening import costs_of, open_run, stored_bytes
-from jaxinf.train.optimizers import make_schedule, resolved_settings
-from jaxinf.train.run_file import text_of_run
+from jaxinf.train.devices import connect_processes, find_devices
+from jaxinf.train.evaluate import (
+    BEST,
+    BestCheckpoint,
+    Evaluation,
+    count_tokens,
+    find_best,
+    make_evaluator,
+)
+from jaxinf.train.loading import load_data, make_batches
+from jaxinf.train.metrics import NO_TRAFFIC, JsonLines, MetricsLog, ReadCosts, StepLine
+from jaxinf.train.modes import InMemoryTraining, Step, StepResult, StreamedTraining
+from jaxinf.train.opening import open_run_store, step_costs, stored_bytes
+from jaxinf.train.optimizers import make_schedule, resolve_settings
+from jaxinf.train.run_file import format_run
 from jaxinf.train.signals import stop_number, stop_requests
 from jaxinf.train.timing import StepTimer, rss_bytes
 from jaxinf.typing import PyTree
@@ -58,10 +66,10 @@ def train(config: TrainConfig) -> int:
       JaxinfError: the store, a drive, or a gradient that is not finite.
     """
     config = check(config)
-    console, run_file = make_console(soft_wrap=True), text_of_run(config)
+    console, run_file = make_console(soft_wrap=True), format_run(config)
     group = Group("train")
     if config.distributed is not None:
-        connect(config.distributed)
+        connect_processes(config.distributed)
         group = all_processes("train", limit_s=_TIMEOUT_S)
     if group.number:
         console = Console(quiet=True, force_terminal=False)
@@ -69,23 +77,19 @@ def train(config: TrainConfig) -> int:
         log_dir = config.logs / f"process-{group.number:05d}"
         config = dataclasses.replace(config, log_dir=log_dir)
     with console.status("reading the data"):
-        config, data = load(config)
+        config, data = load_data(config)
     with contextlib.ExitStack() as stack:
         run = _TrainingRun(config, data, group, console, stack)
-        _keep_config(run.step, config, run_file)
-        signal_number = run.go()
+        _write_config(run.step, config, run_file)
+        signal_number = run.train()
         if run.step < config.steps:
-            messages.say_stopped(console, config, run.step)
+            messages.print_stopped(console, config, run.step)
             return signal_number and 128 + signal_number
-        return run.end()
+        return run.finish()
 
 
 class _TrainingRun:
-    """A run on its way: its mode, its logs, and how far it is.
-
-    Args:
-      stack: closes what the run opens.
-    """
+    """The state of a run, which `stack` closes: training, logs, and progress."""
 
     def __init__(
         self,
@@ -98,46 +102,64 @@ class _TrainingRun:
         self._config, self._data = config, data
         self._group, self._console = group, console
         self._batches = make_batches(config, data)
-        messages.say_config(console, config, data)
-        self._devices, self._idle_bytes = devices_of(config), rss_bytes()
+        messages.print_config(console, config, data)
+        self._devices, self._idle_bytes = find_devices(config), rss_bytes()
         self._store = store = None
         if config.mode != "memory":
-            self._store = store = open_run(config, self._devices)
+            self._store = store = open_run_store(config, self._devices)
             stack.callback(store.close)
-        self._identity = resume.identity_of(config, data)
-        resume.check_same(self._identity, group)
-        self.step, changes = 0, list[str]()
-        if store is not None and store.step:
-            self.step, changes = resume.resumed(config, self._identity, store.payload)
-            console.print(f"resuming at step {self.step}")
-        for change in changes:
-            console.print(f"  changed from here on: {change}")
-        _check_logs(config.logs)
-        is_new, files = store is not None and not store.step, dict[str, bytes]()
-        if is_new:  # before anything is written
-            files = tokenizer_files(tokenizer=config.tokenizer, weights=config.source)
+        self._identity = resume.run_identity(config, data)
+        self.step = self._check_resume()
+        _check_log_dir(config.logs)
         with console.status("making or reading the store"):
-            if store is not None and config.mode == "stream":
-                console.print("planning a step …")
-                first = self._devices.joined(self._batches[0])
-                self._mode = streamed(config, store, self._devices, first, stack)
-            else:
-                self._mode = in_memory(config, store, self._devices)
-        if store is not None and is_new:
-            keep_tokenizer(store.path, files)
+            self._training = self._open_training(stack)
         self._num_updates = store.step if store else 0
         self._disk_bytes = stored_bytes(store) if store else 0
-        self._num_kept_updates = -1  # at the last checkpoint
+        self._num_checkpointed_updates = -1
         self._learning_rate = jax.jit(make_schedule(config))
         self._timer = StepTimer(config, self.step)
         stack.callback(self._timer.close)
-        self._best = best_of(store, group)
+        self._best = find_best(store, group)
         self._metrics = MetricsLog(config.logs, self.step)
         stack.callback(self._metrics.close)
-        self._validation = JsonLines(config.logs / "validation.jsonl", self.step, 0)
+        validation_log = config.logs / "validation.jsonl"
+        self._validation = JsonLines(validation_log, self.step, first_step=0)
         stack.callback(self._validation.close)
 
-    def go(self) -> int:
+    def _check_resume(self) -> int:
+        """Returns the number of steps that are done; refuses another run's store."""
+        resume.check_processes_agree(self._identity, self._group)
+        store = self._store
+        if store is None or not store.step:
+            return 0
+        payload, identity = store.payload, self._identity
+        step, changes = resume.check_resumable(self._config, identity, payload)
+        self._console.print(f"resuming at step {step}")
+        for change in changes:
+            self._console.print(f"  changed from here on: {change}")
+        return step
+
+    def _open_training(
+        self, stack: contextlib.ExitStack
+    ) -> InMemoryTraining | StreamedTraining:
+        config, store, devices = self._config, self._store, self._devices
+        if store is None:
+            return InMemoryTraining(config, store, devices)
+        is_new, files = not store.step, dict[str, bytes]()
+        if is_new:  # read before anything is written
+            places = {"tokenizer": config.tokenizer, "weights": config.source}
+            files = read_tokenizer_files(**places)
+        if config.mode == "stream":
+            self._console.print("planning a step …")
+            batch = devices.join_batch(self._batches[0])
+            training = StreamedTraining(config, store, devices, batch, stack)
+        else:
+            training = InMemoryTraining(config, store, devices)
+        if is_new:
+            keep_tokenizer(store.path, files)
+        return training
+
+    def train(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""
         config, console, first = self._config, self._console, self.step
         last, stopped = config.steps, 0
@@ -148,38 +170,69 @@ class _TrainingRun:
             return 0
         began_s = time.monotonic()
         console.print("compiling …")  # so that no step's time has it
-        step = self._mode.compile(self._devices.joined(self._batches[0]))
+        step = self._training.compile_step(self._devices.join_batch(self._batches[0]))
         console.print(f"ready after {time.monotonic() - began_s:.1f} s")
         if config.eval_every and self._best.step < 0:
-            self._say_evaluation()
-        coming = starting_at(self._batches, first)
+            self._print_evaluation()
+        batches = iterate_from(self._batches, first)
         progress = messages.Progress(console, config, first)
-        with contextlib.closing(coming), stop_requests() as requests:
+        with contextlib.closing(batches), stop_requests() as requests:
             while self.step < last:
                 if stopped := stop_number(self._group, self.step + 1, requests):
                     break
-                progress.step(self._one_step(step, next(coming)))
+                progress.add(self._run_step(step, next(batches)))
                 every, is_last = config.checkpoint_every, self.step == last
                 if every and (self.step % every == 0 or is_last):
-                    self._keep()
+                    self._save_checkpoint()
                 every = config.eval_every
                 if every and self.step % every == 0 and not is_last:
-                    self._say_evaluation()
+                    self._print_evaluation()
             self._metrics.flush()
         return stopped
 
-    def _one_step(self, step: Callable[[Batch], Done], batch: Batch) -> StepLine:
+    def _run_step(self, step: Step, batch: Batch) -> StepLine:
         number, store = self.step + 1, self._store
         if store is not None:
-            payload = resume.payload_of(self._identity, number) | self._best.payload()
+            best = self._best.to_payload()
+            payload = resume.step_payload(self._identity, number) | best
             store.annotate(self._num_updates + 1, payload)
+        result, measured = self._compute(step, batch, number)
+        self.step, stream = number, result.stream
+        if stream is not None:
+            waits = (stream[f"waited_{x}_s"] for x in ("params", "values", "updates"))
+            measured["phases"]["wait"] = round(sum(waits), 6)
+        line = StepLine(
+            number,
+            result.loss,
+            count_tokens(batch),
+            learning_rate=float(self._learning_rate(self._num_updates)),
+            gradient_norm=result.norm,
+            stream=stream,
+            **measured,
+        )
+        if result.is_skipped:
+            self._console.print(f"step {number}: skipped, NaN or Inf in a gradient")
+        self._num_updates += not result.is_skipped
+        read_costs: ReadCosts = NO_TRAFFIC.copy
+        if store is not None and not result.is_skipped:
+            read_costs = functools.partial(
+                step_costs, store, self._num_updates, self._disk_bytes, stream or {}
+            )
+        self._metrics.add(line, read_costs)
+        self._timer.end_step(number, read_costs)
+        return line
+
+    def _compute(
+        self, step: Step, batch: Batch, number: int
+    ) -> tuple[StepResult, dict[str, Any]]:
+        """Runs a step; returns its result, and its measured fields of a `StepLine`."""
         try:
-            done, measured = self._timer.measure(
-                number, lambda: step(self._devices.joined(batch))
+            return self._timer.measure(
+                number, lambda: step(self._devices.join_batch(batch))
             )
         except jax.errors.JaxRuntimeError as error:
-            if store is not None:
-                store.check()  # raises what stopped it, without JAX's wrapping
+            if self._store is not None:
+                self._store.check()  # raises what stopped it, without JAX's wrapping
             if self._group.is_alone:
                 raise
             silent_groups.append(self._group)  # JAX would wait for it, and abort
@@ -188,79 +241,59 @@ class _TrainingRun:
                 f"{str(error).splitlines()[0]}; another process may have died: see its "
                 "output, and start all again"
             ) from error
-        self.step = number
-        if done.stream is not None:
-            parts = (
-                done.stream[f"waited_{x}_s"] for x in ("params", "values", "updates")
-            )
-            measured["phases"]["wait"] = round(sum(parts), 6)
-        line = StepLine(
-            *(number, done.loss, num_tokens(batch)),
-            learning_rate=float(self._learning_rate(self._num_updates)),
-            gradient_norm=done.norm,
-            stream=done.stream,
-            **measured,
-        )
-        if done.is_skipped:
-            self._console.print(f"step {number}: skipped, NaN or Inf in a gradient")
-        self._num_updates += not done.is_skipped
-        costs: Costs = NO_TRAFFIC.copy
-        if store is not None and not done.is_skipped:
-            what = self._num_updates, self._disk_bytes, done.stream or {}
-            costs = functools.partial(costs_of, store, *what)
-        self._metrics.add(line, costs)
-        self._timer.ended(number, costs)
-        return line
 
-    def _keep(self) -> None:
-        """Keeps a checkpoint, unless all batches since the last one were skipped."""
-        if self._store is not None and self._num_updates != self._num_kept_updates:
-            self._timer.forget()
-            name = self._store.checkpoint(state=self._mode.state())
-            self._console.print(f"step {self.step}: checkpoint {name}")
-            self._num_kept_updates = self._num_updates
+    def _save_checkpoint(self) -> None:
+        """Saves a checkpoint, unless all batches since the last one were skipped."""
+        if self._store is None or self._num_updates == self._num_checkpointed_updates:
+            return
+        self._timer.reset()
+        name = self._store.checkpoint(state=self._training.optimizer_state())
+        self._console.print(f"step {self.step}: checkpoint {name}")
+        self._num_checkpointed_updates = self._num_updates
 
     # --- evaluation ----------------------------------------------------------------
 
     @functools.cached_property
     def _evaluator(self) -> Callable[[PyTree], Evaluation]:
         """Made at the first evaluation, in the memory that training has left then."""
-        return evaluator(self._config, self._data, self._mode.function)
+        compile_function = self._training.compile_function
+        return make_evaluator(self._config, self._data, compile_function)
 
-    def _say_evaluation(self) -> None:
-        text = messages.describe(self._config, self._evaluate())
+    def _print_evaluation(self) -> None:
+        text = messages.format_evaluation(self._config, self._evaluate())
         self._console.print(f"step {self.step}: {text}")
 
     def _evaluate(self) -> Evaluation:
-        """Evaluates the params; once a step it logs that, and keeps the best so far."""
-        self._timer.forget()
-        own = self._evaluator(self._mode.params())
+        """Evaluates the params; logs that once a step, and keeps the best step."""
+        self._timer.reset()
+        local = self._evaluator(self._training.evaluation_params())
         # Other processors may round otherwise, and all must keep the same best.
-        found = Evaluation(*self._group.first("the evaluation", lambda: own))
+        evaluation = Evaluation(*self._group.first("the evaluation", lambda: local))
+        loss = evaluation.loss
         if self.step > self._validation.last_step:
             # Less than the step if batches were skipped.
             committed = self._num_updates if self._store else 0
-            line = {"step": self.step, "committed": committed, "loss": found.loss}
-            line |= {"perplexity": found.perplexity, "accuracy": found.accuracy}
+            line = {"step": self.step, "committed": committed, "loss": loss}
+            line["perplexity"] = evaluation.perplexity
+            line["accuracy"] = evaluation.accuracy
             self._validation.write(self.step, json.dumps(line))
-        is_offered = self._config.eval_every > 0 and self.step > 0
-        if self._store and is_offered and found.loss < self._best.loss:
-            self._store.checkpoint(BEST, state=self._mode.state(), overwrite=True)
+        is_candidate = self._config.eval_every > 0 and self.step > 0
+        if self._store and is_candidate and loss < self._best.loss:
+            state = self._training.optimizer_state()
+            self._store.checkpoint(BEST, state=state, overwrite=True)
             self._console.print(f"step {self.step}: checkpoint {BEST}")
-            self._best = Best(self._num_updates, found.loss)
-        return found
+            self._best = BestCheckpoint(self._num_updates, loss)
+        return evaluation
 
     # --- the end -------------------------------------------------------------------
 
-    def end(self) -> int:
-        """Evaluates, prints the memory that the run took, and waits for exports.
-
-        Returns the exit status.
-        """
+    def finish(self) -> int:
+        """Evaluates, prints the results, and waits for exports; the exit status."""
         store, console = self._store, self._console
         if self.step:
-            console.print(messages.describe(self._config, self._evaluate()))
-        messages.say_results(console, self._config, store, self._idle_bytes)
+            text = messages.format_evaluation(self._config, self._evaluate())
+            console.print(text)
+        messages.print_results(console, self._config, store, self._idle_bytes)
         if store is None:
             return 0
         store.wait()  # for the last step, which may be due
@@ -275,7 +308,7 @@ class _TrainingRun:
         return messages.EXPORT_FAILED
 
 
-def _check_logs(logs: Path) -> None:
+def _check_log_dir(logs: Path) -> None:
     """Refuses a log directory that cannot be made; leaves no new one."""
     try:
         is_new = not logs.exists()
@@ -290,13 +323,13 @@ def _check_logs(logs: Path) -> None:
         ) from error
 
 
-def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
+def _write_config(step: int, config: TrainConfig, run_file: str) -> None:
     """Writes config.json and config.toml; those of the run so far stay beside them.
 
     config.toml has the run as it was asked for, config.json with what its data and its
     process have decided.
     """
-    document = config.to_json() | resolved_settings(config)
+    document = config.to_json() | resolve_settings(config)
     if config.files is not None:  # which say the model, not --model and --preset
         document["model"] = config.model_name
         del document["preset"]

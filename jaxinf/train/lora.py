@@ -23,11 +23,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxinf.command_line import UsageError
 from jaxinf.exchange import LORA_A, LORA_B
-from jaxinf.train.data.errors import shown_names
-from jaxinf.train.freezing import Frozen, matches
+from jaxinf.train.data.errors import list_names
+from jaxinf.train.freezing import FrozenLeaves, matches_any
 from jaxinf.typing import PyTree
 
-ALPHA = 16.0
+DEFAULT_ALPHA = 16.0
 """Adapters are scaled by this over their rank, so that one rate suits all ranks, unless
 ``--lora`` names another."""
 
@@ -38,39 +38,31 @@ _HEADS = ("score/*", "classifier/*", "head/pooler/*", "head/classifier/*")
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which matrices have adapters, and of which rank.
-
-    Attributes:
-      patterns: of the matrices' paths; by default those of attention.
-      alpha: their scale, times the rank.
-    """
+    """The adapters of a run: patterns of matrices, and alpha, the scale times rank."""
 
     rank: int
     patterns: tuple[str, ...] = _ATTENTION
-    alpha: float = ALPHA
+    alpha: float = DEFAULT_ALPHA
 
-    def takes(self, path: str, leaf: Any) -> bool:
+    def has_adapter(self, path: str, leaf: Any) -> bool:
         """Whether the leaf of a path is a layer's matrix and has an adapter."""
         if not path.endswith("/kernel") or len(leaf.shape) != 2:
             return False
-        return matches(path, self.patterns) and not matches(path, _HEADS)
+        return matches_any(path, self.patterns) and not matches_any(path, _HEADS)
 
-    def frozen(self, *, trains_head: bool) -> Frozen:
-        """Returns the leaves that stay; a head of classes only if it is not trained."""
+    def frozen_leaves(self, *, trains_head: bool) -> FrozenLeaves:
+        """Returns all leaves but adapters, and but the head of classes if trained."""
         heads = _HEADS if trains_head else ()
-        return Frozen((f"*/{LORA_A}", f"*/{LORA_B}", *heads), all_but=True)
+        return FrozenLeaves((f"*/{LORA_A}", f"*/{LORA_B}", *heads), is_inverted=True)
 
 
 def parse_lora(text: str) -> Lora:
-    """Reads ``RANK`` or ``RANK:PATTERN``, and ``,alpha=A`` behind it.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    given, _, scale = text.partition(",alpha=")
-    rank, separator, pattern = given.partition(":")
+    """Parses ``RANK[:PATTERN][,alpha=A]``, or raises ValueError."""
+    selection, _, scale = text.partition(",alpha=")
+    rank, separator, pattern = selection.partition(":")
     with contextlib.suppress(ValueError):
-        alpha, patterns = float(scale or ALPHA), (pattern,) if separator else _ATTENTION
+        alpha = float(scale or DEFAULT_ALPHA)
+        patterns = (pattern,) if separator else _ATTENTION
         if int(rank) > 0 and 0 < alpha < math.inf and all(patterns):
             return Lora(int(rank), patterns, alpha)
     raise ValueError(
@@ -79,53 +71,46 @@ def parse_lora(text: str) -> Lora:
     )
 
 
-def with_new(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
-    """Returns params with new adapters; refuses patterns without a matrix.
-
-    Args:
-      params: params of the model; leaves may be deferred.
-    """
+def add_adapters(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
+    """Adds new adapters to params, whose leaves may be deferred."""
     leaves: dict[Any, Any] = flatten_dict(params)
-    named = {"/".join(map(str, path)): path for path in leaves}
-    taken = [name for name in named if lora.takes(name, leaves[named[name]])]
-    if not taken:
-        any_of = dataclasses.replace(lora, patterns=("*",))
-        known = [name for name in named if any_of.takes(name, leaves[named[name]])]
+    paths = {"/".join(map(str, path)): path for path in leaves}
+
+    def adapted_by(lora: Lora) -> list[str]:
+        return [n for n, path in paths.items() if lora.has_adapter(n, leaves[path])]
+
+    if not (names := adapted_by(lora)):
+        matrices = adapted_by(dataclasses.replace(lora, patterns=("*",)))
         raise UsageError(
             f"--lora {lora.rank}:{','.join(lora.patterns)}: expected a pattern of the "
             f"model's matrices, found none that it matches; there are "
-            f"{shown_names(known)}"
+            f"{list_names(matrices)}"
         )
     key = jax.random.key(seed)
-    for name in taken:
-        at, kernel = named[name][:-1], leaves[named[name]]
+    for name in names:
+        layer, kernel = paths[name][:-1], leaves[paths[name]]
         num_in, num_out = kernel.shape
-        own, bound = jax.random.fold_in(key, zlib.crc32(name.encode())), num_in**-0.5
-        a = jax.random.uniform(own, (num_in, lora.rank), jnp.float32, -bound, bound)
-        leaves[(*at, LORA_A)] = a.astype(kernel.dtype)
-        leaves[(*at, LORA_B)] = jnp.zeros((lora.rank, num_out), kernel.dtype)
+        shape, bound = (num_in, lora.rank), num_in**-0.5
+        leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        a = jax.random.uniform(leaf_key, shape, jnp.float32, -bound, bound)
+        leaves[(*layer, LORA_A)] = a.astype(kernel.dtype)
+        leaves[(*layer, LORA_B)] = jnp.zeros((lora.rank, num_out), kernel.dtype)
     return unflatten_dict(leaves)
 
 
-def model_of(graphdef: Any, params: PyTree, alpha: float = ALPHA) -> Any:
-    """Returns the model of params, with the adapters that are among them.
-
-    Args:
-      graphdef: the model's graph, which knows nothing of adapters.
-    """
+def merge_model(graphdef: Any, params: PyTree, alpha: float = DEFAULT_ALPHA) -> Any:
+    """Returns the model of a graph without adapters, and params that may have some."""
     leaves: dict[Any, Any] = flatten_dict(params)
-    adapted = [path[:-1] for path in leaves if path[-1] == LORA_A]
-    adapters = [[leaves.pop((*at, n)) for n in (LORA_A, LORA_B)] for at in adapted]
+    layers = [path[:-1] for path in leaves if path[-1] == LORA_A]
+    adapters = [[leaves.pop((*path, n)) for n in (LORA_A, LORA_B)] for path in layers]
     model = nnx.merge(graphdef, unflatten_dict(leaves))
-    for path, (a, b) in zip(adapted, adapters, strict=True):
-        owner = functools.reduce(getattr, path[:-1], model)
-        setattr(owner, path[-1], _Adapted(getattr(owner, path[-1]), a, b, alpha))
+    for (*owner_path, name), (a, b) in zip(layers, adapters, strict=True):
+        owner = functools.reduce(getattr, owner_path, model)
+        setattr(owner, name, _AdaptedLinear(getattr(owner, name), a, b, alpha))
     return model
 
 
-class _Adapted(nnx.Module):
-    """A linear layer with its adapter."""
-
+class _AdaptedLinear(nnx.Module):
     def __init__(
         self, layer: nnx.Linear, a: jax.Array, b: jax.Array, alpha: float
     ) -> None:
@@ -134,6 +119,6 @@ class _Adapted(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [..., in] to [..., out] in the layer's dtype."""
-        given = x, self._a[...], self._b[...]
-        own, a, b = (y.astype(self._layer.dtype) for y in given)
-        return self._layer(x) + own @ a @ b * self._scale
+        factors = x, self._a[...], self._b[...]
+        cast, a, b = (y.astype(self._layer.dtype) for y in factors)
+        return self._layer(x) + cast @ a @ b * self._scale

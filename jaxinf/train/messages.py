@@ -22,9 +22,9 @@ from jaxinf.terminal import format_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
 from jaxinf.train.evaluate import Evaluation
-from jaxinf.train.freezing import trained
+from jaxinf.train.freezing import mask_frozen
 from jaxinf.train.metrics import StepLine
-from jaxinf.train.optimizers import resolved_settings
+from jaxinf.train.optimizers import resolve_settings
 from jaxinf.train.timing import peak_rss_bytes
 
 EXPORT_FAILED = 3
@@ -33,8 +33,7 @@ EXPORT_FAILED = 3
 _INTERVAL_S = 5.0  # between lines of progress
 
 
-def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
-    """Describes the run in a few lines."""
+def print_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
     about, num_rows = data.description, len(data.train)
     batch = f"{config.batch_size} images"
     if data.tokenizer is not None:
@@ -44,15 +43,16 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
             about += f", tokens by {data.tokenizer.name}"
     epochs = config.steps * config.batch_size / num_rows
     steps = f"{config.steps} of {batch}, seed {config.seed}: {epochs:.3g} epochs of "
-    settings: dict[str, Any] = resolved_settings(config)
+    settings: dict[str, Any] = resolve_settings(config)
     rate = f"{config.optimizer}, learning rate {settings['learning_rate']:g}, "
     rate += f"{config.schedule} after {settings['warmup_steps']} steps of warm-up"
     if (decay := settings["weight_decay"]) is not None:
         rate += f", weight decay {decay:g}"
     model = f"{config.model_name}: {num_params(config.model_config):,} params in "
     model += f"{config.param_dtype}, computed in {config.dtype}"
-    held = config.files and config.files.checkpoint
-    dtypes = {one.dtype.name for one in held.tensors.values()} if held else set()
+    checkpoint = config.files and config.files.checkpoint
+    tensors = checkpoint.tensors.values() if checkpoint else ()
+    dtypes = {tensor.dtype.name for tensor in tensors}
     if config.param_dtype == "float32" and "bfloat16" in dtypes:
         model += "; the folder has bfloat16: --param-dtype bfloat16 keeps it"
     source = " ".join(config.data) or "Python's standard library"
@@ -66,50 +66,47 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
     ]
     if config.frozen:
         params = config.abstract[1]
-        own, num = (
+        num_trained, num_all = (
             sum(leaf.size for leaf in jax.tree.leaves(tree))
-            for tree in (trained(config.frozen, params), params)
+            for tree in (mask_frozen(config.frozen, params), params)
         )
-        share = f"({100 * own / num:.3g} %); others stay"
-        rows.append(("train", f"{own:,} of {num:,} params {share}"))
+        share = f"({100 * num_trained / num_all:.3g} %); others stay"
+        rows.append(("train", f"{num_trained:,} of {num_all:,} params {share}"))
     place = "memory" if config.store is None else f"store {config.store.absolute()}"
     rows.append(("state", f"in {place}; logs in {config.logs}"))
     console.print("\n".join(f"{name:7} {printable(text)}" for name, text in rows))
 
 
-def say_results(
+def print_results(
     console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
 ) -> None:
     """Prints the memory that the run took, and the paths of the results.
 
-    Args:
-      idle_bytes: resident memory of the process before it had the run's params.
+    As --memory means it, without the process itself: the bytes that it took before.
     """
-    # As --memory means it: beside the process itself.
-    taken = format_bytes(max(0, peak_rss_bytes() - idle_bytes))
+    peak = format_bytes(max(0, peak_rss_bytes() - idle_bytes))
     if config.mode == "stream" and config.memory is not None:
-        taken += f" of --memory {format_bytes(config.memory)}"
+        peak += f" of --memory {format_bytes(config.memory)}"
     idle = f"{format_bytes(idle_bytes)} of the process itself"
-    said = [f"memory  at most {taken}, beside {idle}"]
+    lines = [f"memory  at most {peak}, beside {idle}"]
     if store is not None:
-        said.append(f"store   {store.path}: step {store.step}; to look inside:")
-        said.append(f"  {_command('jaxinf', 'inspect', store.path)}")
+        lines.append(f"store   {store.path}: step {store.step}; to look inside:")
+        lines.append(f"  {_command('jaxinf', 'inspect', store.path)}")
         if config.source is not None:
             words = ("export", store.path, "EXPORT", "--format", "huggingface")
-            said.append("to export the model to a new folder EXPORT:")
-            said.append(f"  {_command('jaxinf', 'checkpoint', *words)}")
-    said.append(f"logs    {config.logs}; to make a page of them:")
-    said.append(f"  {_command('jaxinf', 'report', config.logs)}")
-    console.print("\n".join(said), markup=False, highlight=False)
+            lines.append("to export the model to a new folder EXPORT:")
+            lines.append(f"  {_command('jaxinf', 'checkpoint', *words)}")
+    lines.append(f"logs    {config.logs}; to make a page of them:")
+    lines.append(f"  {_command('jaxinf', 'report', config.logs)}")
+    console.print("\n".join(lines), markup=False, highlight=False)
 
 
 def _command(*words: str | Path) -> str:
-    """Returns a shell's command, also where what is installed is not on the PATH."""
+    """Returns a shell command that does not depend on the PATH."""
     return shlex.join([sys.executable, "-m", *map(str, words)])
 
 
-def say_stopped(console: Console, config: TrainConfig, step: int) -> None:
-    """Prints the step at which a signal stopped the run, and how to resume it."""
+def print_stopped(console: Console, config: TrainConfig, step: int) -> None:
     text = "; --mode memory keeps nothing to resume"
     if config.store is not None:
         run = _command("jaxinf.train", "--config", config.logs / "config.toml")
@@ -120,29 +117,24 @@ def say_stopped(console: Console, config: TrainConfig, step: int) -> None:
     console.print(f"stopped after step {step} of {config.steps}{text}")
 
 
-def describe(config: TrainConfig, found: Evaluation) -> str:
-    """Formats an evaluation as one line."""
-    text = f"validation loss {found.loss:.3f}, "
+def format_evaluation(config: TrainConfig, evaluation: Evaluation) -> str:
+    text = f"validation loss {evaluation.loss:.3f}, "
     if config.task_name != "classification":
-        text += f"perplexity {found.perplexity:,.2f}, "
-    return f"{text}{100 * found.accuracy:.1f} % right"
+        text += f"perplexity {evaluation.perplexity:,.2f}, "
+    return f"{text}{100 * evaluation.accuracy:.1f} % right"
 
 
 class Progress:
-    """Prints the progress of the run every few seconds.
+    """Prints the progress of a run every few seconds."""
 
-    Args:
-      first: number of steps done before.
-    """
-
-    def __init__(self, console: Console, config: TrainConfig, first: int) -> None:
-        self._console, self._first, self._last = console, first, config.steps
+    def __init__(self, console: Console, config: TrainConfig, num_before: int) -> None:
+        self._console, self._last = console, config.steps
+        self._num_before = num_before
         self._unit = "images" if config.takes_images else "tokens"
         self._started_s = self._shown_s = time.monotonic()
 
-    def step(self, line: StepLine) -> None:
-        """Adds a step that is done."""
-        now_s, num_done = time.monotonic(), line.step - self._first
+    def add(self, line: StepLine) -> None:
+        now_s, num_done = time.monotonic(), line.step - self._num_before
         is_end = num_done == 1 or line.step == self._last
         if not is_end and now_s - self._shown_s < _INTERVAL_S:
             return

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from jaxinf.transfer import ByteCounts, translated, write_bytes_atomically
 
-Costs: TypeAlias = Callable[[], dict[str, Any]]
+ReadCosts: TypeAlias = Callable[[], dict[str, Any]]
 """Blocks until a step is durable, then returns the fields of its `StepLine` that only
 the store knows."""
 
@@ -77,11 +77,11 @@ class JsonLines:
       path: the file. With `step` 0 an existing one is from another run and is moved
         aside, to ``<stem>.previous.jsonl``.
       step: the last committed step; later lines are dropped.
-      first: the first step that may have a line.
+      first_step: the first step that may have a line.
     """
 
-    def __init__(self, path: Path, step: int, first: int = 1) -> None:
-        self.last_step = first - 1
+    def __init__(self, path: Path, step: int, *, first_step: int = 1) -> None:
+        self.last_step = first_step - 1
         kept: list[str] = []
         if step == 0 and path.exists():
             path.replace(path.with_suffix(".previous.jsonl"))
@@ -98,62 +98,51 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, line: str) -> None:
-        """Appends a step's line and flushes it."""
         with translated("log", Path(self._file.name)):
             self._file.write(line + "\n")
         self.last_step = step
 
     def close(self) -> None:
-        """Closes the file; idempotent."""
         with translated("log", Path(self._file.name)):
             self._file.close()
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`, each line when it is complete.
-
-    Args:
-      log_dir: the log directory; made if it does not exist.
-      step: the last committed step; the file is continued after it.
-    """
+    """Writes `metrics.jsonl` from the last committed step on, as lines complete."""
 
     def __init__(self, log_dir: Path, step: int) -> None:
-        self._held: tuple[StepLine, Costs] | None = None
+        self._pending: tuple[StepLine, ReadCosts] | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
-        self._last, path = log_dir / "metrics.last.json", log_dir / "metrics.jsonl"
+        self._pending_path = log_dir / "metrics.last.json"
+        path = log_dir / "metrics.jsonl"
         is_continued = path.exists()
         self._lines = JsonLines(path, step)
         if is_continued:  # lacks the last lines of a killed run
-            waiting = StepLine(0)
+            pending = StepLine(0)
             with contextlib.suppress(OSError, ValueError, TypeError):
-                waiting = StepLine(**json.loads(self._last.read_text()))
+                pending = StepLine(**json.loads(self._pending_path.read_text()))
             for number in range(self._lines.last_step + 1, step + 1):
-                self.write(waiting if waiting.step == number else StepLine(number))
-        self._last.unlink(missing_ok=True)
+                self.write(pending if pending.step == number else StepLine(number))
+        self._pending_path.unlink(missing_ok=True)
 
-    def add(self, line: StepLine, costs: Costs) -> None:
-        """Takes a step with its results; its commit may still be in flight.
-
-        Args:
-          costs: returns the traffic; blocks at most until the next step's end.
-        """
+    def add(self, line: StepLine, read_costs: ReadCosts) -> None:
+        """Takes a step with its results; its commit may still be in flight."""
         self.flush()
-        self._held = line, costs
-        self._last.write_text(line.to_json())
+        self._pending = line, read_costs
+        self._pending_path.write_text(line.to_json())
 
     def flush(self) -> None:
-        """Writes the line that is held, once its step is durable."""
-        if self._held is not None:
-            (line, costs), self._held = self._held, None
-            self.write(line.with_costs(costs()))
-        self._last.unlink(missing_ok=True)
+        """Writes the pending line, once its step is durable."""
+        if self._pending is not None:
+            (line, read_costs), self._pending = self._pending, None
+            self.write(line.with_costs(read_costs()))
+        self._pending_path.unlink(missing_ok=True)
 
     def write(self, line: StepLine) -> None:
-        """Writes a line that is complete."""
         self._lines.write(line.step, line.to_json())
 
     def close(self) -> None:
-        """Closes the file; a line still held is written, if its step is durable."""
+        """Closes the file; writes a pending line, if its step is durable."""
         with contextlib.suppress(Exception):  # whose cause is raised already
             self.flush()
         self._lines.close()

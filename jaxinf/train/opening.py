@@ -19,10 +19,10 @@ from jaxinf.store import required_bytes
 from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.devices import Devices
-from jaxinf.train.resume import first_payload
+from jaxinf.train.resume import initial_payload
 
-_NUM_KEPT = 3  # checkpoints
-_FLAGS = {  # of arguments of jaxinf's functions
+_NUM_CHECKPOINTS = 3
+_FLAGS = {  # by the arguments of jaxinf's functions, as errors name them
     "device_memory_bytes": "--device-memory",
     "memory_bytes": "--memory",
     "device_updates": "--device-updates",
@@ -35,8 +35,8 @@ _FLAGS = {  # of arguments of jaxinf's functions
 
 
 @contextlib.contextmanager
-def named_flags() -> Iterator[None]:
-    """Makes refusals name flags, and those of arguments errors of usage."""
+def name_flags_in_errors() -> Iterator[None]:
+    """Makes errors name flags in place of arguments, whose errors are of usage."""
     try:
         yield
     except StreamError as error:
@@ -55,8 +55,8 @@ def _with_flags(error: Exception) -> str:
     return text
 
 
-@named_flags()
-def open_run(config: TrainConfig, devices: Devices) -> Store:
+@name_flags_in_errors()
+def open_run_store(config: TrainConfig, devices: Devices) -> Store:
     """Opens a run's store; a new one says at step 0 which model it has."""
     assert config.store is not None
     memory_bytes = config.buffer_bytes
@@ -64,7 +64,7 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
         memory_bytes = store_memory_bytes(memory_bytes)  # divides chunks
     if config.elastic:
         alone = SingleDeviceSharding(jax.devices()[0])
-        shapes = devices.shapes(config.abstract[1])
+        shapes = devices.add_shardings(config.abstract[1])
         shardings = jax.tree.map(lambda leaf: leaf.sharding or alone, shapes)
         divide_store(config.store, shardings, config.csd_root or ())
     store = open_store(
@@ -74,12 +74,12 @@ def open_run(config: TrainConfig, devices: Devices) -> Store:
         memory_bytes=memory_bytes,
         durability=config.durability,
         state=config.state,
-        keep_steps=(0, _NUM_KEPT) if config.checkpoint_every else None,
+        keep_steps=(0, _NUM_CHECKPOINTS) if config.checkpoint_every else None,
         export_every=config.checkpoint_every if config.export_to else None,
         export_to=config.export_to,
     )
     if not store.exists:
-        store.annotate(0, first_payload(config))
+        store.annotate(0, initial_payload(config))
     return store
 
 
@@ -88,15 +88,10 @@ def stored_bytes(store: Store) -> int:
     return required_bytes(engine_of(store).directory).total()
 
 
-def costs_of(
+def step_costs(
     store: Store, step: int, disk_bytes: int, stream: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns fields of a step's line once it is durable; blocks until then.
-
-    Args:
-      disk_bytes: of the store.
-      stream: what a streamed step has moved; else empty.
-    """
+    """Returns fields of a step's line once it is durable; blocks until then."""
     metrics = store.metrics_of(step)
     if metrics is None:
         return {}

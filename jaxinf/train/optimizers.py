@@ -22,7 +22,7 @@ from jaxinf.command_line import UsageError, did_you_mean
 from jaxinf.compress import sparsify
 from jaxinf.store import SCHEDULE_FREE, schedule_free_params
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.freezing import train_others
+from jaxinf.train.freezing import limit_to_trained
 from jaxinf.typing import JsonValue, PyTree
 
 _MOMENTUM = 0.9
@@ -59,7 +59,7 @@ def check_optimizer(config: TrainConfig) -> None:
 
     One that cannot run near storage is refused when its store is made.
     """
-    _find(config.optimizer)
+    _find_optimizer(config.optimizer)
     if config.learning_rate is None and config.optimizer not in ("adam", "adamw"):
         raise UsageError(
             f"--learning-rate: expected with --optimizer {config.optimizer}, which has "
@@ -85,31 +85,29 @@ def check_optimizer(config: TrainConfig) -> None:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Makes the optimizer with its schedule, behind clipping.
 
-    If gradients are compressed, the clipping is left out, because it must come first.
-    Raises what optax does for values that it cannot take.
+    If gradients are compressed, the clipping is left out, because it must come first:
+    see `clip_first`. Raises what optax does for values that it cannot take.
     """
-    chosen = _find(config.optimizer)
-    optimizer = chosen(_rate(config, chosen), **_arguments(config, chosen))
+    factory = _find_optimizer(config.optimizer)
+    arguments = _optimizer_arguments(config, factory)
+    optimizer = factory(_learning_rate(config, factory), **arguments)
     if config.clip_norm and config.compress is None:
         optimizer = optax.chain(_clipping(config), optimizer)
-    return train_others(config.frozen, optimizer)
+    return limit_to_trained(config.frozen, optimizer)
 
 
-def memory_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Makes the optimizer whose state is in memory.
-
-    It treats compression, and gradients that are not finite, like `smart_update`.
-    """
+def make_memory_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Makes the optimizer of mode memory, which skips and compresses as others do."""
     tx = make_optimizer(config)
     if config.compression is not None:
         tx = optax.chain(_clipping(config), sparsify(config.compression), tx)
     return optax.apply_if_finite(tx, max_consecutive_errors=2**31 - 1)
 
 
-def behind_clipping(
+def clip_first(
     config: TrainConfig, tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Puts the clipping before a compression; the state is the optimizer's own."""
+    """Puts clipping before a compression; the state is that of the optimizer."""
     if config.compress is None:
         return tx
     clipping, clipped = _clipping(config), optax.with_extra_args_support(tx)
@@ -130,24 +128,25 @@ def _clipping(config: TrainConfig) -> optax.GradientTransformation:
 
 def schedule_free_average(params: PyTree, state: Any) -> PyTree:
     """Returns the average of params that a schedule-free optimizer in memory keeps."""
-    b1, held = (optax.tree.get(state, name) for name in ("b1", SCHEDULE_FREE))
-    return jax.tree.map(  # what is held of a frozen leaf is no array
+    b1, z = (optax.tree.get(state, name) for name in ("b1", SCHEDULE_FREE))
+    return jax.tree.map(  # a frozen leaf's z is no array
         lambda y, z: schedule_free_params(y, z, b1) if hasattr(z, "dtype") else y,
-        *(params, held),
+        params,
+        z,
     )
 
 
-def _find(name: str) -> Callable[..., Any]:
-    """Returns a function of optax, whose first argument is a learning rate.
+def _find_optimizer(name: str) -> Callable[..., Any]:
+    """Returns a function of optax whose first argument is a learning rate.
 
     Functions that only scale by one are parts of optimizers.
     """
     for namespace in (optax, optax.contrib):
-        found = vars(namespace).get(name) if name.islower() else None
-        if not callable(found) or name.startswith("scale_by_"):
+        factory = vars(namespace).get(name) if name.islower() else None
+        if not callable(factory) or name.startswith("scale_by_"):
             continue
-        if next(iter(inspect.signature(found).parameters), "") in _RATES:
-            return found
+        if next(iter(inspect.signature(factory).parameters), "") in _RATES:
+            return factory
     known = {*dir(optax), *dir(optax.contrib)}
     raise UsageError(
         f"--optimizer: expected an optimizer of optax or optax.contrib, got {name!r}; "
@@ -155,31 +154,33 @@ def _find(name: str) -> Callable[..., Any]:
     )
 
 
-def _arguments(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any]:
+def _optimizer_arguments(
+    config: TrainConfig, factory: Callable[..., Any]
+) -> dict[str, Any]:
     """Reads ``--optimizer-args``, with the trainer's defaults of some optimizers."""
-    parameters = inspect.signature(chosen).parameters
+    parameters = inspect.signature(factory).parameters
     names = [name for name in parameters if name not in _RATES]
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for word in config.optimizer_args:
         key, _, text = word.partition("=")
-        if not text or key not in names or key in found:
+        if not text or key not in names or key in arguments:
             raise UsageError(
                 f"--optimizer-args {word}: expected KEY=VALUE, each key once; "
                 f"{config.optimizer} has {', '.join(names)} (and --learning-rate)"
             )
-        found[key] = _literal(text)
+        arguments[key] = _parse_literal(text)
         is_number = type(parameters[key].default) in (int, float)
-        if is_number and isinstance(found[key], bool):
+        if is_number and isinstance(arguments[key], bool):
             raise UsageError(f"--optimizer-args {word}: expected a number")
     if config.optimizer in ("adamw", "lion"):
-        usual = _WEIGHT_DECAY if config.source is None else _FINE_TUNING_DECAY
-        found["weight_decay"] = float(found.get("weight_decay", usual))
+        default = _WEIGHT_DECAY if config.source is None else _FINE_TUNING_DECAY
+        arguments["weight_decay"] = float(arguments.get("weight_decay", default))
     if config.optimizer == "sgd":  # with 0 none is stored
-        found["momentum"] = found.get("momentum", _MOMENTUM) or None
-    return found
+        arguments["momentum"] = arguments.get("momentum", _MOMENTUM) or None
+    return arguments
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """Returns a number, a truth value, None, a tuple of these, or the text itself."""
     is_word = text.lower() in ("none", "true", "false")
     try:
@@ -192,7 +193,7 @@ def _literal(text: str) -> Any:
 
 
 def peak_learning_rate(config: TrainConfig) -> float:
-    """Returns the given rate, or the default for a model of this size."""
+    """Returns the configured rate, or the default for a model of this size."""
     if config.learning_rate is not None:
         return config.learning_rate
     size = num_params(config.model_config)
@@ -202,7 +203,6 @@ def peak_learning_rate(config: TrainConfig) -> float:
 
 
 def num_warmup_steps(config: TrainConfig) -> int:
-    """Returns the steps of the warm-up, given or by default."""
     if config.warmup_steps is not None:
         return config.warmup_steps
     return _NUM_WARMUP_STEPS if config.source is None else _FINE_TUNING_WARMUP_STEPS
@@ -226,9 +226,9 @@ def make_schedule(config: TrainConfig) -> optax.Schedule:
     return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
 
 
-def _rate(config: TrainConfig, chosen: Callable[..., Any]) -> Any:
+def _learning_rate(config: TrainConfig, factory: Callable[..., Any]) -> Any:
     """Returns the schedule, or a number for optimizers that take only a number."""
-    first = next(iter(inspect.signature(chosen).parameters.values()))
+    first = next(iter(inspect.signature(factory).parameters.values()))
     if "Callable" in str(first.annotation):
         return make_schedule(config)
     num_warmup = num_warmup_steps(config)
@@ -241,12 +241,12 @@ def _rate(config: TrainConfig, chosen: Callable[..., Any]) -> Any:
     return peak_learning_rate(config)
 
 
-def resolved_settings(config: TrainConfig) -> dict[str, JsonValue]:
-    """Returns the settings that had no flag, as the run has them.
+def resolve_settings(config: TrainConfig) -> dict[str, JsonValue]:
+    """Returns the settings whose defaults depend on others, as the run has them.
 
-    An optimizer may have no weight decay; that is None then.
+    The weight decay is None if the optimizer has none.
     """
-    arguments = _arguments(config, _find(config.optimizer))
+    arguments = _optimizer_arguments(config, _find_optimizer(config.optimizer))
     return {
         "task": config.task_name,
         "learning_rate": peak_learning_rate(config),

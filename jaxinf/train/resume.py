@@ -14,7 +14,7 @@ from jaxinf.errors import StoreMismatchError
 from jaxinf.processes import Group
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.rows import TrainingData
-from jaxinf.train.optimizers import resolved_settings
+from jaxinf.train.optimizers import resolve_settings
 from jaxinf.typing import JsonValue
 
 _MADE_BY = "jaxinf.train"
@@ -31,7 +31,7 @@ _FREE += ("clip_norm", "nonfinite", "optimizer_args", "ema", "micro_batches")
 # --- what a commit says --------------------------------------------------------------
 
 
-def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
+def initial_payload(config: TrainConfig) -> dict[str, JsonValue]:
     """Returns the payload of a new store's step 0: the model, as an export needs it."""
     model = config.model_config
     family = family_of(model)
@@ -48,68 +48,70 @@ def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
     return {"made_by": _MADE_BY, "step": 0, "architecture": architecture}
 
 
-def identity_of(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
-    """Returns the part that the payloads of all later steps share."""
-    settings = config.to_json() | resolved_settings(config)
+def run_identity(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
+    """Returns the part that the payloads of all steps after the first share."""
+    settings = config.to_json() | resolve_settings(config)
     if config.model_file is not None:  # may move; its fields count
         settings["preset"] = TrainConfig.preset
     names = (*_FIXED, *_FREE, "steps")
-    own = {"data": data.identity, "settings": {name: settings[name] for name in names}}
-    return first_payload(config) | own
+    recorded = {name: settings[name] for name in names}
+    return initial_payload(config) | {"data": data.identity, "settings": recorded}
 
 
-def payload_of(own: Mapping[str, Any], step: int) -> dict[str, JsonValue]:
+def step_payload(identity: Mapping[str, Any], step: int) -> dict[str, JsonValue]:
     """Returns the payload of the commit of batch `step` (1 is the first)."""
     loader: dict[str, JsonValue] = {**_LOADER, "state": {"next_index": step}}
-    examples = step * own["settings"]["batch_size"]
-    return {**own, "step": step, "examples": examples, "loader": loader}
+    examples = step * identity["settings"]["batch_size"]
+    return {**identity, "step": step, "examples": examples, "loader": loader}
 
 
 # --- checks --------------------------------------------------------------------------
 
 
-def check_same(own: Mapping[str, Any], group: Group) -> None:
+def check_processes_agree(identity: Mapping[str, Any], group: Group) -> None:
     """Refuses processes of one run that have other settings or data."""
-    said = {**own["settings"], "data": _data_line(own["data"])}
+    settings = {**identity["settings"], "data": _describe_data(identity["data"])}
     remedy = "give all of them the same flags and the same data"
-    group.agree("the settings of the run", lambda: said, remedy)
+    group.agree("the settings of the run", lambda: settings, remedy)
 
 
-def resumed(
-    config: TrainConfig, own: Mapping[str, Any], payload: JsonValue
+def check_resumable(
+    config: TrainConfig, identity: Mapping[str, Any], payload: JsonValue
 ) -> tuple[int, list[str]]:
     """Checks that a command may go on with the run of a commit.
 
     Args:
-      own: the identity of this command.
+      identity: the identity of this command's run.
 
     Returns:
-      The number of batches that the run has done, and the settings that apply from here
-      on.
+      The number of batches that the run has done, and the settings that change.
 
     Raises:
       StoreMismatchError: settings or data differ; lists all differences.
     """
-    said: Mapping[str, Any] = payload if isinstance(payload, Mapping) else {}
-    held, settings = said.get("settings"), own["settings"]
-    if said.get("made_by") != _MADE_BY or not isinstance(held, Mapping):
+    commit: Mapping[str, Any] = payload if isinstance(payload, Mapping) else {}
+    committed, settings = commit.get("settings"), identity["settings"]
+    if commit.get("made_by") != _MADE_BY or not isinstance(committed, Mapping):
         raise StoreMismatchError(
             f"{config.store}: expected a run of jaxinf.train, found a store whose last "
             "commit does not say where in the data it was (another program made it); "
             "go on with that program, or give another --store"
         )
-    step = said["step"]
+    step = commit["step"]
     differences = [
-        f"{_flag(name)}: the run has {held.get(name)}, this command {settings[name]}"
+        f"{_flag(name)}: the run has {committed.get(name)}, this command "
+        f"{settings[name]}"
         for name in _FIXED
-        if held.get(name) != settings[name]
+        if committed.get(name) != settings[name]
     ]
     if not any(x.startswith(("--model:", "--preset:", "--task:")) for x in differences):
-        differences += _other_fields(said.get("architecture"), own["architecture"])
-    if said["data"] != own["data"]:
+        differences += _architecture_differences(
+            commit.get("architecture"), identity["architecture"]
+        )
+    if commit["data"] != identity["data"]:
         differences.append(
-            f"--data: the run has {_data_line(said['data'])}, this command "
-            f"{_data_line(own['data'])}"
+            f"--data: the run has {_describe_data(commit['data'])}, this command "
+            f"{_describe_data(identity['data'])}"
         )
     if differences:
         listed = "\n  ".join(differences)
@@ -121,30 +123,32 @@ def resumed(
         )
     # A decay has the length of the run.
     names = _FREE if settings["schedule"] == "constant" else (*_FREE, "steps")
-    pairs = {name: (held.get(name), settings[name]) for name in names if name in held}
-    loader = said.get("loader")
+    pairs = {n: (committed[n], settings[n]) for n in names if n in committed}
+    loader = commit.get("loader")
     if isinstance(loader, Mapping):
         pairs["grain"] = loader.get("version"), _LOADER["version"]
     return step, [f"{name} {a} -> {b}" for name, (a, b) in pairs.items() if a != b]
 
 
-def _other_fields(theirs: JsonValue, ours: Mapping[str, Any]) -> list[str]:
+def _architecture_differences(
+    committed: JsonValue, architecture: Mapping[str, Any]
+) -> list[str]:
     """Lists differing fields of a run's model, which its params may not show."""
-    if not isinstance(theirs, Mapping):
+    if not isinstance(committed, Mapping):
         return []
-    held, own = (
-        {**one, **fields} if isinstance(fields := one.get("fields"), Mapping) else one
-        for one in (theirs, ours)
+    theirs, ours = (
+        {**x, **fields} if isinstance(fields := x.get("fields"), Mapping) else x
+        for x in (committed, architecture)
     )
     return [
-        f"{name} of the run's model is {held.get(name)}, of this command's "
-        f"{own.get(name)}"
-        for name in sorted({*held, *own} - {"fields", "model_type", "extra"})
-        if held.get(name) != own.get(name)
+        f"{name} of the run's model is {theirs.get(name)}, of this command's "
+        f"{ours.get(name)}"
+        for name in sorted({*theirs, *ours} - {"fields", "model_type", "extra"})
+        if theirs.get(name) != ours.get(name)
     ]
 
 
-def _data_line(data: Mapping[str, Any]) -> str:
+def _describe_data(data: Mapping[str, Any]) -> str:
     train, validation = data["rows"]
     return (
         f"{train:,} rows and {validation:,} held out, with SHA-256 "

@@ -27,7 +27,7 @@ from typing import Any
 import tyro
 
 from jaxinf.command_line import UsageError, did_you_mean
-from jaxinf.documents import shown
+from jaxinf.documents import shorten
 from jaxinf.terminal import exact_bytes
 from jaxinf.train.config import FLAGS, TrainConfig
 from jaxinf.typing import JsonValue
@@ -43,101 +43,99 @@ _INSTEAD = {  # a flag takes the place of others
 }
 
 
-def config_of(
+def parse_config(
     words: Sequence[str], prog: str = "python -m jaxinf.train"
 ) -> TrainConfig:
-    """Returns the run that a command line asks for; its flags change that of --config.
+    """Returns the run of a command line, whose flags win over a file of --config.
 
     Raises:
-      UsageError: names the file, each wrong value, and what to do.
-      SystemExit: the words are no command line; says why.
+      UsageError: a file cannot be read, or has a wrong value.
+      SystemExit: the words do not parse.
     """
     names = {w[2:].partition("=")[0] for w in words if w.startswith("--")}
     names = {name.replace("_", "-").removeprefix("no-") for name in names}
-    given = _of_words(words, prog)
-    if given.run_file is None:
-        return given
-    gone = names.union(*(_INSTEAD.get(name, ()) for name in names))
-    if given.model_file is not None:
-        gone.add("model")
-    usual = {FLAGS[name].name: FLAGS[name].default for name in gone if name in FLAGS}
-    return _of_words(words, prog, replace(read_run(given.run_file), **usual))
+    config = _parse_words(words, prog)
+    if config.run_file is None:
+        return config
+    replaced = names.union(*(_INSTEAD.get(name, ()) for name in names))
+    if config.model_file is not None:
+        replaced.add("model")
+    defaults = {FLAGS[n].name: FLAGS[n].default for n in replaced if n in FLAGS}
+    run = replace(read_run_file(config.run_file), **defaults)
+    return _parse_words(words, prog, default=run)
 
 
-def _of_words(
+def _parse_words(
     words: Sequence[str], prog: str | None = None, default: TrainConfig | None = None
 ) -> TrainConfig:
-    """Reads a command line, in which ``none`` may stand for None."""
+    """Parses a command line, in which ``none`` may stand for None."""
     words = [re.sub(r"(?i)^(--[\w-]+=)?none$", r"\1None", word) for word in words]
-    usual = default or TrainConfig()
-    return tyro.cli(TrainConfig, prog=prog, args=words, default=usual)
+    default = default or TrainConfig()
+    return tyro.cli(TrainConfig, prog=prog, args=words, default=default)
 
 
 # --- reading -------------------------------------------------------------------------
 
 
-def read_run(path: Path) -> TrainConfig:
+def read_run_file(path: Path) -> TrainConfig:
     """Reads a run's file, or says what is wrong with it; blocks."""
     try:
-        found = tomllib.loads(path.expanduser().read_text("utf-8-sig"))
+        values = tomllib.loads(path.expanduser().read_text("utf-8-sig"))
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"--config {path}: expected a file with a run's settings in TOML, such as "
             f"steps = 100 in a line, found: {error}"
         ) from error
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        words = _words(found)
-        with contextlib.redirect_stderr(said):
-            return _of_words(words)
+        words = _command_line(values)
+        with contextlib.redirect_stderr(output):
+            return _parse_words(words)
     except SystemExit:
-        text = " ".join(re.sub("[│─╭╮╰╯]|---+", " ", said.getvalue()).split())
+        text = " ".join(re.sub("[│─╭╮╰╯]|---+", " ", output.getvalue()).split())
         text = re.split("Argument helptext|For full helptext", text)[0]
         raise UsageError(f"--config {path}: {text.strip()}") from None
     except ValueError as error:
         raise UsageError(f"--config {path}: {error}") from error
 
 
-def _words(values: Mapping[str, Any]) -> list[str]:
+def _command_line(values: Mapping[str, Any]) -> list[str]:
     """Returns values as a command line in which none of them is taken for a flag."""
     words = list[str]()
     for name, value in values.items():
         if name not in _IN_FILES:
             near = did_you_mean(name, _IN_FILES) or "--help lists them"
-            raise ValueError(f"{shown(name)}: no setting of a run's file; {near}")
+            raise ValueError(f"{shorten(name)}: no setting of a run's file; {near}")
         default = _IN_FILES[name].default
         if isinstance(default, bool):
             if not isinstance(value, bool):
                 raise ValueError(
-                    f"{name}: expected true or false, found {shown(value)}"
+                    f"{name}: expected true or false, found {shorten(value)}"
                 )
             words.append(f"--{name}" if value else f"--no-{name}")
             continue
         if isinstance(value, list) and not isinstance(default, tuple):
-            raise ValueError(f"{name}: expected one value, found {shown(value)}")
-        given = value if isinstance(value, list) else [value]
-        for one in given:
-            is_text = isinstance(one, str) and not one.startswith("-")
-            if type(one) not in (int, float) and (not is_text or "\0" in one):
+            raise ValueError(f"{name}: expected one value, found {shorten(value)}")
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            is_text = isinstance(item, str) and not item.startswith("-")
+            if type(item) not in (int, float) and (not is_text or "\0" in item):
                 raise ValueError(
                     f"{name}: expected a number, or a text without NUL that does not "
-                    f"begin with -, found {shown(one)}"
+                    f"begin with -, found {shorten(item)}"
                 )
         if isinstance(default, tuple) and name != "csd-root":
-            words += [f"--{name}", *map(str, given)]
+            words += [f"--{name}", *map(str, items)]
         else:
-            words += [f"--{name}={one}" for one in given]
+            words += [f"--{name}={item}" for item in items]
     return words
 
 
 # --- writing -------------------------------------------------------------------------
 
 
-def text_of_run(config: TrainConfig) -> str:
-    """Returns a run as TOML: what differs from the defaults, and these as comments.
-
-    Paths are absolute.
-    """
+def format_run(config: TrainConfig) -> str:
+    """Returns a run as TOML with absolute paths; lines with defaults are comments."""
     if config.store is None:
         config = replace(config, log_dir=config.logs)
     lines = [
@@ -148,13 +146,13 @@ def text_of_run(config: TrainConfig) -> str:
     ]
     for name, field in _IN_FILES.items():
         mark = "# " if getattr(config, field.name) == field.default else ""
-        value = _plain(config, name, field.name)
-        text = "" if value is None else _toml(value)
+        value = _to_json(config, name, field.name)
+        text = "" if value is None else _format_toml(value)
         lines.append(f"{mark}{name} = {text}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def _plain(config: TrainConfig, name: str, field: str) -> JsonValue:
+def _to_json(config: TrainConfig, name: str, field: str) -> JsonValue:
     value = getattr(config, field)
     if name == "validation" and config.held_out_share is not None:
         return [*value]  # a share
@@ -162,7 +160,7 @@ def _plain(config: TrainConfig, name: str, field: str) -> JsonValue:
         return _absolute(value)
     if isinstance(value, tuple):
         are_paths = name in ("data", "validation", "csd-root")
-        return [_absolute(one) if are_paths else str(one) for one in value]
+        return [_absolute(item) if are_paths else str(item) for item in value]
     if name == "preset" and config.model_file is not None:
         return _absolute(config.model_file)
     if name in ("memory", "device-memory") and value is not None:
@@ -171,14 +169,14 @@ def _plain(config: TrainConfig, name: str, field: str) -> JsonValue:
 
 
 def _absolute(path: str | Path) -> str:
-    name, here = os.path.expanduser(path), os.getcwd()
+    name, directory = os.path.expanduser(path), os.getcwd()
     is_pattern = isinstance(path, str) and {*name} & {*"*?["}
     if is_pattern and not os.path.exists(name):
-        here = glob.escape(here)
-    return os.path.join(here, name)
+        directory = glob.escape(directory)
+    return os.path.join(directory, name)
 
 
-def _toml(value: JsonValue) -> str:
+def _format_toml(value: JsonValue) -> str:
     if isinstance(value, float):  # JSON has no infinity
         return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

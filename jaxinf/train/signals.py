@@ -19,23 +19,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Within its context, a first signal requests a stop instead of ending the process.
+    """Makes a first signal request a stop instead of ending the process.
 
-    It yields a list, to which the number of that signal is added. Outside the main
-    thread, where Python allows no signal handlers, it does nothing.
+    Outside the main thread, where Python allows no signal handlers, it does nothing.
+
+    Yields:
+      A list, to which the number of that signal is added.
     """
     requests: list[int] = []
 
-    def ask(number: int, frame: Any) -> None:
+    def request_stop(number: int, frame: Any) -> None:
         requests.append(number)
-        for one in _SIGNALS:
-            signal.signal(one, signal.SIG_DFL)
+        for handled in _SIGNALS:
+            signal.signal(handled, signal.SIG_DFL)
         text = f"{signal.Signals(number).name}: finishing this step; once more ends at "
         with contextlib.suppress(OSError):  # a handler may interrupt a print
             os.write(1, f"{text}once\n".encode())
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, ask) for number in _SIGNALS if is_main}
+    before = {n: signal.signal(n, request_stop) for n in _SIGNALS if is_main}
     try:
         yield requests
     finally:
@@ -56,9 +58,9 @@ def stop_number(group: Group, step: int, requests: list[int]) -> int:
     """
     if group.is_alone:
         return requests[0] if requests else 0
-    said = group.published("stop")
-    if due := [one for first, one in said.values() if first < step]:
+    announced = group.published("stop")
+    if due := [number for first, number in announced.values() if first < step]:
         return due[0]
-    if requests and group.number not in said:
+    if requests and group.number not in announced:
         group.publish("stop", [step, requests[0]])
     return 0

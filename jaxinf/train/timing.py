@@ -14,19 +14,15 @@ from typing import Any, TypeVar
 import jax
 
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.metrics import Costs
+from jaxinf.train.metrics import ReadCosts
 from jaxinf.transfer import timeline
 
 _NUM_BEFORE, _NUM_TRACED = 2, 3  # steps that compile and read anew come first
-_Done = TypeVar("_Done")
+_Result = TypeVar("_Result")
 
 
 class StepTimer:
-    """Measures the steps of a run, and on demand traces some early ones.
-
-    Args:
-      step: number of steps done before.
-    """
+    """Measures the steps of a run from one on, and on demand traces some early ones."""
 
     def __init__(self, config: TrainConfig, step: int) -> None:
         first = min(step + _NUM_BEFORE + 1, config.steps)
@@ -37,12 +33,9 @@ class StepTimer:
         self._drives: dict[str, None] = {}  # that were busy so far
 
     def measure(
-        self, number: int, step: Callable[[], _Done]
-    ) -> tuple[_Done, dict[str, Any]]:
-        """Runs a step, and records it if it is one of the steps to trace.
-
-        Returns what the step does, and fields of its `StepLine`.
-        """
+        self, number: int, step: Callable[[], _Result]
+    ) -> tuple[_Result, dict[str, Any]]:
+        """Runs a step, traced if due; returns its result, and fields of `StepLine`."""
         if number in self._traced and not self._is_tracing:
             self._is_tracing = True
             options = jax.profiler.ProfileOptions()
@@ -56,38 +49,37 @@ class StepTimer:
             self._since_s = time.monotonic()
         began_s = time.monotonic()
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
-            done = step()
+            result = step()
         ended_s = time.monotonic()
         step_s, busy_s = ended_s - began_s, ended_s - self._since_s
         busy, self._since_s = timeline.take_busy(), ended_s
         self._drives |= dict.fromkeys(busy.drives)
-        none = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
-        phases = {**none, **busy.phases}
+        phases = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
+        phases |= busy.phases
         phases.setdefault("program", max(0.0, step_s - phases["wait"]))
-        used = rss_bytes()
-        return done, {
+        resident_bytes = rss_bytes()
+        return result, {
             "step_s": step_s,
-            "rss_bytes": used,
+            "rss_bytes": resident_bytes,
             "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
             "drives": {
                 name: round(min(1.0, busy.drives.get(name, 0.0) / busy_s), 4)
                 for name in self._drives
             },
-            "memory": {"host": used, "device": _device_bytes()},
+            "memory": {"host": resident_bytes, "device": _device_bytes()},
         }
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Counts busy times only from the beginning of the next step on."""
         self._since_s = None
 
-    def ended(self, number: int, costs: Costs) -> None:
+    def end_step(self, number: int, read_costs: ReadCosts) -> None:
         """Ends the trace after its last step, for whose commit it blocks."""
         if number == self._traced.stop - 1:
-            costs()
+            read_costs()
             self.close()
 
     def close(self) -> None:
-        """Ends a trace under way, and writes it."""
         if self._is_tracing:
             self._is_tracing, self._traced = False, range(0)
             timeline.annotate = None
@@ -95,13 +87,11 @@ class StepTimer:
 
 
 def rss_bytes() -> int:
-    """Returns the resident memory of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def peak_rss_bytes() -> int:
-    """Returns the peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(peak, rss_bytes())  # the kernel updates its peak only now and then
 
@@ -109,5 +99,5 @@ def peak_rss_bytes() -> int:
 def _device_bytes() -> int | None:
     """Returns the memory in use on JAX devices here; None where it is the host's."""
     stats = [device.memory_stats() for device in jax.local_devices()]
-    used = [one["bytes_in_use"] for one in stats if one and "bytes_in_use" in one]
+    used = [s["bytes_in_use"] for s in stats if s and "bytes_in_use" in s]
     return sum(used) if used else None

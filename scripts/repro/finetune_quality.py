@@ -36,10 +36,10 @@ from jaxinf.cli import main as jaxinf_main
 from jaxinf.train.__main__ import main as train_main
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.loader import one_epoch, starting_at
-from jaxinf.train.loading import load, make_batches
-from jaxinf.train.modes import first_params, held_params
-from jaxinf.train.optimizers import memory_optimizer
+from jaxinf.train.data.loader import epoch_batches, iterate_from
+from jaxinf.train.loading import load_data, make_batches
+from jaxinf.train.modes import make_initial_params, materialize
+from jaxinf.train.optimizers import make_memory_optimizer
 from jaxinf.train.step import compile_train_step
 
 FEEDBACK = ",error_feedback=true"
@@ -140,7 +140,7 @@ class Task:
     """The data of a task and what its runs share."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config, self.data = load(check(config))
+        self.config, self.data = load_data(check(config))
         self._graphdef, _ = abstract_params(self.config.model_config)
         folder = self.config.tokenizer
         assert isinstance(folder, Path), "each run is given the task's tokenizer"
@@ -157,7 +157,7 @@ class Task:
     def right(self, params: Any) -> dict[bytes, bool]:
         """Returns whether each example that is held out is right, by its text."""
         found = {}
-        batches = one_epoch(self.data.validation, batch_size=64, seed=0)
+        batches = epoch_batches(self.data.validation, batch_size=64, seed=0)
         for batch in (batches[number] for number in range(len(batches))):
             right = self._is_right(params, batch)
             for tokens, one in zip(batch["tokens"], right, strict=True):
@@ -169,11 +169,12 @@ class Task:
         """Trains a run of the task as `--mode memory` does; returns the params."""
         config = replace(check(config), num_labels=self.config.num_labels)
         config = replace(config, seq_len=self.config.seq_len)
-        params, tx = held_params(first_params(config)), memory_optimizer(config)
+        params = materialize(make_initial_params(config))
+        tx = make_memory_optimizer(config)
         state, batches = jax.jit(tx.init)(params), make_batches(config, self.data)
         made = (params, state, batches[0])
         step = compile_train_step(config, self._graphdef, tx, *made)
-        with contextlib.closing(starting_at(batches, 0)) as coming:
+        with contextlib.closing(iterate_from(batches, 0)) as coming:
             for _ in range(config.steps):
                 params, state, _ = step(params, state, next(coming))
         return params

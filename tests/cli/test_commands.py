@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from inject import raising
 
-import jaxinf.cli.place as place
+from jaxinf.cli import directories
 from jaxinf.errors import StoreIOError
 from jaxinf.store import steps
 from jaxinf.terminal import format_bytes, format_count, parse_bytes
@@ -126,7 +126,7 @@ def test_not_a_store(tmp_path, run, name, text, part):
 
 
 def looked(path, file_bytes=0):
-    return place.look_at_place(path, file_bytes, lambda done, total: None)
+    return directories.examine_directory(path, file_bytes, lambda done, total: None)
 
 
 def test_a_usable_directory(tmp_path):
@@ -135,7 +135,7 @@ def test_a_usable_directory(tmp_path):
     def progress(done, total):
         seen.append((done, total, list(tmp_path.iterdir())))
 
-    found = place.look_at_place(tmp_path, 1 << 20, progress)
+    found = directories.examine_directory(tmp_path, 1 << 20, progress)
     assert found.is_usable
     assert not [problem for problem in found.problems if "links" in problem.what]
     assert seen[-1][:2] == (3 << 20, 3 << 20)
@@ -173,7 +173,8 @@ def test_several_paths_and_one_is_bad(tmp_path, run):
 )
 def test_what_a_file_system_lacks(tmp_path, name, is_fatal, monkeypatch):
     refuse = raising(OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)))
-    monkeypatch.setitem(place._ABILITIES, name, (refuse, *place._ABILITIES[name][1:]))
+    features = directories._FEATURES
+    monkeypatch.setitem(features, name, (refuse, *features[name][1:]))
     found = looked(tmp_path)
     [problem] = [p for p in found.problems if "not supported" in p.what]
     assert problem.is_fatal is is_fatal

@@ -32,7 +32,7 @@ def test_a_config_alone(place, run):
     assert sorted(place.iterdir()) == before
 
 
-def test_a_run_file_and_flags_that_win(place, run_json):
+def test_a_run_file_and_flags_that_win(place, run, run_json):
     text = 'preset = "tiny.json"\ndata = ["text.txt"]\nseq-len = 8\n'
     (place / "run.toml").write_text(text)
     plain = run_json("plan", "run.toml")
@@ -41,6 +41,8 @@ def test_a_run_file_and_flags_that_win(place, run_json):
     (place / "folder").mkdir()
     (place / "folder/config.json").write_text(json.dumps(TINY))
     assert run_json("plan", "folder", *SMALL[1:])["step"] == plain["step"]
+    said = run("plan", "--from", "folder", *SMALL[1:]).err
+    assert "a config.json alone; to plan for its model: jaxinf plan folder" in said
     coded = run_json("plan", "run.toml", "--state", "int8")
     assert coded["step"]["drive_write_bytes"] < plain["step"]["drive_write_bytes"]
 
@@ -92,7 +94,8 @@ def test_what_does_not_fit(place, run, run_json, monkeypatch):
     assert re.search("host    needed .* of --memory 64.0 MiB, beside up to", streamed)
     assert "give a smaller --memory\n" in streamed
     assert found.status == 1, found.err
-    assert re.search(r"does not fit: the host needs .*, has 0.98 KiB; give", found.out)
+    advice = "has 0.98 KiB; give --mode stream --memory 1MiB\n"
+    assert re.search(f"does not fit: the host needs .*, {advice}", found.out)
     usage = type("Usage", (), {"free": 1 << 20})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     found = run("plan", *SMALL, "--store", "new")

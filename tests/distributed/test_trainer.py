@@ -8,7 +8,7 @@ import pytest
 from families import LONG
 from processes import ran, running
 
-from jaxinf.train.run_file import read_run
+from jaxinf.train.run_file import read_run_file
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -65,7 +65,7 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(small, tmp_path, mod
     assert 4 <= last < 2000
     assert own[0][-1]["loss"] == own[1][-1]["loss"]
     for number in (0, 1):
-        held = read_run(logs / f"process-0000{number}" / "config.toml")
+        held = read_run_file(logs / f"process-0000{number}" / "config.toml")
         assert held.distributed.split(",")[1:] == ["2", str(number)]
         assert (held.store, held.log_dir) == (tmp_path / "store", logs)
     run_file = logs / "process-00000" / "config.toml"

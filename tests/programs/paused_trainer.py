@@ -13,12 +13,12 @@ from jaxinf_models import PRESETS, GPT2Config
 
 from jaxinf.train import loop
 from jaxinf.train.__main__ import main
-from jaxinf.train.data.loader import starting_at
+from jaxinf.train.data.loader import iterate_from
 
 
 def pausing(number, file):
     def coming(batches, position):
-        for i, batch in enumerate(starting_at(batches, position)):
+        for i, batch in enumerate(iterate_from(batches, position)):
             if i == number:
                 print("paused", flush=True)
                 while not file.exists():
@@ -32,6 +32,6 @@ if __name__ == "__main__":
     tiny = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
     PRESETS["nano"] = tiny
     program, number, file, *words = sys.argv
-    loop.starting_at = pausing(int(number), Path(file))
+    loop.iterate_from = pausing(int(number), Path(file))
     sys.argv = [program, *words]
     sys.exit(main())

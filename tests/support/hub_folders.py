@@ -25,7 +25,7 @@ def write_folder(folder, config, dtype=ml_dtypes.bfloat16, num_files=2):
     tensors = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        name, axes = found.family.find(path)
+        name, axes = found.family.find_tensor(path)
         values = np.asarray(leaf).astype(dtype)
         values = values.transpose(np.argsort(axes)) if axes else values
         tensors[name] = np.ascontiguousarray(values)

@@ -10,7 +10,7 @@ from jaxinf.cli import main as jaxinf_main
 from jaxinf.processes import Group
 from jaxinf.train import evaluate
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.evaluate import Best, Evaluation, best_of
+from jaxinf.train.evaluate import BestCheckpoint, Evaluation, find_best
 
 
 @pytest.mark.long
@@ -50,19 +50,19 @@ def test_the_best_evaluated_step_is_kept(run, lines, tmp_path):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"best": {"step": 2, "loss": 1.5}}, Best(2, 1.5)),
-        ({"best": {"step": 1, "loss": 1.5}}, Best()),
-        ({"best": {"step": 2, "loss": 10**400}}, Best()),
-        ({"best": 3}, Best()),
-        (None, Best()),
+        ({"best": {"step": 2, "loss": 1.5}}, BestCheckpoint(2, 1.5)),
+        ({"best": {"step": 1, "loss": 1.5}}, BestCheckpoint()),
+        ({"best": {"step": 2, "loss": 10**400}}, BestCheckpoint()),
+        ({"best": 3}, BestCheckpoint()),
+        (None, BestCheckpoint()),
     ],
 )
 def test_the_best_loss_is_what_the_last_commit_says(said, expected):
     held = SimpleNamespace(name="best", step=2)
     given = {"exists": True, "checkpoints": lambda: [held], "payload": said}
     alone = Group("alone")
-    assert best_of(SimpleNamespace(step=4, **given), alone) == expected
-    assert best_of(None, alone) == Best()
+    assert find_best(SimpleNamespace(step=4, **given), alone) == expected
+    assert find_best(None, alone) == BestCheckpoint()
 
 
 def test_processes_have_one_best():
@@ -79,20 +79,20 @@ def test_processes_have_one_best():
             )
             for n in steps
         ]
-        own = [best_of(store, Group("alone")) for store in stores]
-        return [best_of(s, SimpleNamespace(gather=lambda *_: own)) for s in stores]
+        own = [find_best(store, Group("alone")) for store in stores]
+        return [find_best(s, SimpleNamespace(gather=lambda *_: own)) for s in stores]
 
-    assert best_in_processes(5, 5) == [Best(5, 2.0)] * 2
+    assert best_in_processes(5, 5) == [BestCheckpoint(5, 2.0)] * 2
     for steps in ((10, 10), (10, 5), (5, 10)):
-        assert best_in_processes(*steps) == [Best()] * 2
+        assert best_in_processes(*steps) == [BestCheckpoint()] * 2
 
 
 def test_an_evaluation_weighs_batches_by_their_tokens(monkeypatch):
     scores = iter([(90.0, 30.0, 15.0), (2.0, 2.0, 1.0)])
     batches = [{"tokens": np.zeros((1, 4))}] * 2
-    monkeypatch.setattr(evaluate, "one_epoch", lambda *_, **__: batches)
+    monkeypatch.setattr(evaluate, "epoch_batches", lambda *_, **__: batches)
     data = SimpleNamespace(validation=None, row_map=None)
-    found = evaluate.evaluator(
+    found = evaluate.make_evaluator(
         TrainConfig(), data, lambda function: lambda params, batch: next(scores)
     )
     assert found(None) == Evaluation(92 / 32, 16 / 32)

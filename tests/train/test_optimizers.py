@@ -12,7 +12,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.compat import all_equations
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import check_optimizer, make_optimizer, make_schedule
-from jaxinf.train.step import gradients_of
+from jaxinf.train.step import make_value_and_grad
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -82,7 +82,8 @@ def test_gradients_of_parts_and_computed_again_are_those_of_the_whole():
     batch |= {"weights": weights.astype(np.float32)}  # a row has none
     found, products = [], []
     for own in ({"policy": "keep"}, {"policy": "recompute"}, {"micro_batches": 3}):
-        function = gradients_of(TrainConfig(freeze=("wte/*", "wpe*"), **own), graphdef)
+        config = TrainConfig(freeze=("wte/*", "wpe*"), **own)
+        function = make_value_and_grad(config, graphdef)
         found.append(jax.jit(function)(params, batch))
         equations = all_equations(jax.make_jaxpr(function)(params, batch).jaxpr)
         names = [eqn.primitive.name for eqn in equations]

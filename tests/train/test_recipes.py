@@ -9,7 +9,7 @@ from families import family
 from hub_folders import write_folder, write_pictures
 
 from jaxinf.train.__main__ import main
-from jaxinf.train.run_file import read_run
+from jaxinf.train.run_file import read_run_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "index.md"
 RECIPES = {path.stem: path for path in sorted(PAGE.parent.glob("*.toml"))}
@@ -51,7 +51,7 @@ def _data(run, place, text):
 
 @pytest.mark.parametrize("name", family(RECIPES, short=["gpt2-xl", "two-drives"]))
 def test_a_recipe_starts_and_takes_what_is_planned(name, small, tmp_path, lines):
-    words = small(read_run(RECIPES[name]))
+    words = small(read_run_file(RECIPES[name]))
     assert main(["--config", str(RECIPES[name]), *words]) == 0
     found = lines(tmp_path / "store-log")
     assert [line["step"] for line in found] == [1, 2]

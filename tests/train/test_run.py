@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,8 @@ import jaxinf
 from jaxinf import processes
 from jaxinf.cli import main as jaxinf_main
 from jaxinf.train import loop, modes
-from jaxinf.train.lora import model_of, parse_lora, with_new
-from jaxinf.train.modes import held_params
+from jaxinf.train.lora import add_adapters, merge_model, parse_lora
+from jaxinf.train.modes import materialize
 
 
 def leaves_of(store):
@@ -117,7 +116,7 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
             assert run(*start, "--store", tmp_path / name, "--steps", last) == 0
     files, held = ModelFiles.of_folder(tmp_path / "first"), []
     graphdef, like = abstract_params(files.config)
-    like = jax.eval_shape(partial(with_new, parse_lora("2")), like)
+    like = jax.eval_shape(partial(add_adapters, parse_lora("2")), like)
     for name in ("whole", "resumed"):
         with jaxinf.open_store(tmp_path / name) as opened:
             held.append(opened.params(like=like))
@@ -126,12 +125,12 @@ def test_adapters_are_resumed_and_exported(run, tmp_path):
     words = (*export, tmp_path / "whole", tmp_path / "merged", *words[-2:])
     assert jaxinf_main([*map(str, words)]) == 0
     files = ModelFiles.of_folder(tmp_path / "merged")
-    merged = held_params(deferred_params(files, files.config, 0))
+    merged = materialize(deferred_params(files, files.config, 0))
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     found = nnx.merge(graphdef, merged)(tokens)
-    expected = model_of(graphdef, held[0], 8)(tokens)
+    expected = merge_model(graphdef, held[0], 8)(tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    before = model_of(graphdef, _without_lora(held[0]))(tokens)
+    before = merge_model(graphdef, _without_lora(held[0]))(tokens)
     assert np.abs(before - expected).max() > 1e-3
 
 
@@ -169,12 +168,12 @@ def test_a_step_that_other_processes_do_not_compute(run, tmp_path, capsys, monke
             super().__init__(*words)
             self.is_alone = False
 
-    def failing(*given):
-        made = modes.in_memory(*given)
-        return replace(made, compile=lambda batch: raising(error))
+    class Failing(modes.InMemoryTraining):
+        def compile_step(self, batch):
+            return raising(error)
 
     monkeypatch.setattr(loop, "Group", Several)
-    monkeypatch.setattr(loop, "in_memory", failing)
+    monkeypatch.setattr(loop, "InMemoryTraining", Failing)
     assert run("--store", tmp_path / "store", "--steps", 1) == 1
     said = capsys.readouterr().err
     assert "expected all processes to compute it, found: Gloo: Connection reset" in said

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxinf.command_line import UsageError
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import FLAGS, TrainConfig
-from jaxinf.train.run_file import NOT_IN_FILES, config_of, read_run, text_of_run
+from jaxinf.train.run_file import NOT_IN_FILES, format_run, parse_config, read_run_file
 
 FULL = TrainConfig(
     store=Path("/a/store"),
@@ -43,7 +43,7 @@ def read(tmp_path):
     def call(text, **options):
         path = tmp_path / "run.toml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return read_run(path, **options)
+        return read_run_file(path, **options)
 
     return call
 
@@ -61,12 +61,12 @@ def test_any_value_reads_back(tmp_path_factory, text, number, whole):
     own = {"compress": text, "optimizer_args": (text,), "clip_norm": number}
     for one in (FULL, TrainConfig(store=Path("/s"))):
         config = dataclasses.replace(one, **own, seed=whole)
-        path.write_text(text_of_run(config), encoding="utf-8", newline="")
-        assert read_run(path) == config
+        path.write_text(format_run(config), encoding="utf-8", newline="")
+        assert read_run_file(path) == config
 
 
 def test_every_flag_can_be_in_a_file(read):
-    text = [line for line in text_of_run(FULL).splitlines() if "=" in line]
+    text = [line for line in format_run(FULL).splitlines() if "=" in line]
     lines = [line.removeprefix("# ") for line in text]
     named = {line.split(" =")[0] for line in lines}
     assert named == {*FLAGS} - {*NOT_IN_FILES}
@@ -87,7 +87,7 @@ def test_paths_are_absolute(read, tmp_path, monkeypatch):
         csd_root=(Path("d"),),
         source=Path("../hf"),
     )
-    text = text_of_run(config)
+    text = format_run(config)
     monkeypatch.chdir("/")
     found = read(text)
     assert found.store == folder / "s"
@@ -130,7 +130,7 @@ def test_refusals(read, text, expected):
     assert expected in str(refused.value)
     assert str(refused.value).startswith("--config ")
     with pytest.raises(UsageError, match=r"no.toml: expected a file with a run's"):
-        read_run(Path("/no.toml"))
+        read_run_file(Path("/no.toml"))
 
 
 def test_texts_that_are_taken(read):
@@ -147,11 +147,11 @@ def test_flags_take_values_back(tmp_path):
     file.write_text('tokenizer = "/t"\nlora = "8,alpha=3"\nseq-len = 9\nsteps = 2')
     words = ["--config", str(file), "--tokenizer", "none", "--lora=none"]
     words += ["--seq_len", "None", "--steps=1000"]
-    config = config_of(words)
+    config = parse_config(words)
     assert dataclasses.replace(config, run_file=None) == TrainConfig()
     names = ("tokenizer", "policy", "learning-rate", "memory", "distributed")
     file.write_text("\n".join(f"{name} = 'none'" for name in names))
-    assert read_run(file) == TrainConfig()
+    assert read_run_file(file) == TrainConfig()
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from jaxinf_models import GPT2Config, make_model, split
 
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.step import loss_of, weight_of_part
+from jaxinf.train.step import make_loss_fn, micro_batch_weight
 
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
 TEXTS = [{"text": f"number {n} of {n % 7}", "label": n % 3} for n in range(60)]
@@ -96,11 +96,12 @@ def test_a_part_of_which_no_token_is_learned_weighs_nothing():
     graphdef, params = split(make_model(config, rngs=nnx.Rngs(0)))
     tokens = jnp.ones((2, 8), jnp.int32)
     part = {"tokens": tokens, "targets": tokens, "weights": jnp.zeros((2, 8))}
-    step = jax.jit(jax.value_and_grad(loss_of(TrainConfig(micro_batches=2), graphdef)))
+    loss_fn = make_loss_fn(TrainConfig(micro_batches=2), graphdef)
+    step = jax.jit(jax.value_and_grad(loss_fn))
     loss, gradients = step(params, part)
-    assert loss == weight_of_part(part) == 0
+    assert loss == micro_batch_weight(part) == 0
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
     part["weights"] = part["weights"].at[1].set(1)
-    assert weight_of_part(part) == 8
+    assert micro_batch_weight(part) == 8
     assert step(params, part)[0] > 1
-    assert weight_of_part({"labels": jnp.arange(4)}) == 1  # as that of each part
+    assert micro_batch_weight({"labels": jnp.arange(4)}) == 1  # as that of each part

@@ -12,10 +12,8 @@ class DataError(JaxinfError):
 
 
 @contextlib.contextmanager
-def refusing(what: str, remedy: str = "") -> Iterator[None]:
-    """Makes every failure of a package that parses a stranger's data a `DataError`.
-
-    A package that is missing is one of the extra `data`.
+def as_data_error(what: str, remedy: str = "") -> Iterator[None]:
+    """Turns failures of a package that parses a stranger's data into `DataError`.
 
     Args:
       what: place and expectation, the beginning of the error.
@@ -25,12 +23,12 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
     except (JaxinfError, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
-        if isinstance(error, ImportError):
+        if isinstance(error, ImportError):  # of a package of the extra `data`
             remedy = "install it in a checkout of jaxinf, with: pip install '.[data]'"
         why = f"{what}: {type(error).__name__}: {error}"
         raise DataError(f"{why}; {remedy}" if remedy else why) from error
 
 
-def shown_names(names: Collection[str]) -> str:
+def list_names(names: Collection[str]) -> str:
     """Lists a stranger's names for a message, in order, few and short ones."""
     return first_few([ascii(name[:60]) for name in sorted(names)], most=20)

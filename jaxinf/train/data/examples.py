@@ -12,8 +12,8 @@ Invariant: a record has exactly one of these forms, or is refused with file and 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jaxinf.documents import shown
-from jaxinf.train.data.errors import DataError, shown_names
+from jaxinf.documents import shorten
+from jaxinf.train.data.errors import DataError, list_names
 from jaxinf.train.data.files import PLAIN_TEXT, Record
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
@@ -29,7 +29,7 @@ FIELDS = frozenset(name for form in _FORMS.values() for name in form)
 """Names of all fields that a record may have a use for."""
 
 _ROLES = ("system", "user", "assistant", "tool")
-_MOST_LABELS = 1 << 31  # that an int32 can tell apart
+_MAX_LABELS = 1 << 31  # that an int32 can tell apart
 
 
 class Example(NamedTuple):
@@ -52,51 +52,49 @@ class Example(NamedTuple):
     label: int = -1
 
 
-def example_of(record: Record, unused: set[str]) -> Example:
-    """Returns the example of a record.
-
-    Args:
-      unused: names of other fields, which are added.
-    """
+def parse_example(record: Record, unused: set[str]) -> Example:
+    """Returns the example of a record; `unused` gets the names of other fields."""
     where = record.where
     if isinstance(text := record.fields.get(PLAIN_TEXT), bytes):  # JSON has no bytes
         return Example(where, "text", (text,))
-    given = {name: x for name, x in record.fields.items() if x is not None}
-    form = next((form for needed, form in _FORMS.items() if {*needed} <= {*given}), ())
-    values = {name: given[name] for name in form if name in given}
-    others = {*given, *record.unread} - {*values}
+    fields = {name: x for name, x in record.fields.items() if x is not None}
+    form = next((form for needed, form in _FORMS.items() if {*needed} <= {*fields}), ())
+    values = {name: fields[name] for name in form if name in fields}
+    others = {*fields, *record.unread} - {*values}
     if not values:
         raise DataError(
             f"{where}: expected a field 'text', the fields 'prompt' and 'response', or "
             f"'messages', a list of objects with 'role' and 'content'; found "
-            f"{shown_names(others)}; rename them in the data"
+            f"{list_names(others)}; rename them in the data"
         )
     unused |= others
     if "messages" in values:
-        messages = _messages(where, values["messages"])
+        messages = _check_messages(where, values["messages"])
         return Example(where, "dialogue", (), messages, values.get("tools"))
-    own = [name for name in values if name != "label"]
-    texts = tuple(_text(where, name, values[name]) for name in own)
+    text_fields = [name for name in values if name != "label"]
+    texts = tuple(_check_text(where, name, values[name]) for name in text_fields)
     if "prompt" in values:
         return Example(where, "dialogue", texts)
     if values.keys() == {"text"}:
         return Example(where, "text", texts)
-    return Example(where, "labelled", texts, label=_label(where, values.get("label")))
+    return Example(
+        where, "labelled", texts, label=_check_label(where, values.get("label"))
+    )
 
 
-def _text(where: str, name: str, value: Any) -> Text:
+def _check_text(where: str, name: str, value: Any) -> Text:
     if not isinstance(value, str | bytes) or not value:
         found = "an empty one" if value in ("", b"") else f"a {type(value).__name__}"
         raise DataError(f"{where}: expected text in field {name!r}, found {found}")
     return value
 
 
-def _messages(where: str, turns: Any) -> list[Message]:
-    given = turns if isinstance(turns, list) else []
-    roles: list[Any] = [isinstance(x, dict) and x.get("role") for x in given]
+def _check_messages(where: str, messages: Any) -> list[Message]:
+    items = messages if isinstance(messages, list) else []
+    roles: list[Any] = [isinstance(x, dict) and x.get("role") for x in items]
     if not roles or not all(isinstance(role, str) for role in roles):
-        names = {name for one in given if isinstance(one, dict) for name in one}
-        found = f"messages with {shown_names(names)}" if names else shown(turns)
+        names = {name for x in items if isinstance(x, dict) for name in x}
+        found = f"messages with {list_names(names)}" if names else shorten(messages)
         raise DataError(
             f"{where}: expected a list of messages, each an object with a 'role' of "
             f"{_ROLES} and its 'content', found {found}"
@@ -104,26 +102,26 @@ def _messages(where: str, turns: Any) -> list[Message]:
     if "assistant" not in roles:
         raise DataError(
             f"{where}: expected a message of the assistant, from which the model "
-            f"learns; found roles {shown_names({*roles})}"
+            f"learns; found roles {list_names({*roles})}"
         )
-    return turns
+    return messages
 
 
-def _label(where: str, label: Any) -> int:
-    if type(label) is not int or not 0 <= label < _MOST_LABELS:
+def _check_label(where: str, label: Any) -> int:
+    if type(label) is not int or not 0 <= label < _MAX_LABELS:
         raise DataError(
-            f"{where}: expected an integer label from 0 to {_MOST_LABELS - 1}, found "
-            f"{shown(label)}; number the classes from 0 in the data"
+            f"{where}: expected an integer label from 0 to {_MAX_LABELS - 1}, found "
+            f"{shorten(label)}; number the classes from 0 in the data"
         )
     return label
 
 
-def num_classes(labels: Sequence[int]) -> int:
-    """Returns the number of classes, up to the largest label; refuses far ones."""
-    most, limit = max(labels), max(2, len(labels))
-    if most >= limit:
+def count_classes(labels: Sequence[int]) -> int:
+    """Returns the number of classes, up to the largest label; refuses large labels."""
+    largest, limit = max(labels), max(2, len(labels))
+    if largest >= limit:
         raise DataError(
             f"labels: expected labels of 0 to {limit - 1} ({len(labels)} examples), "
-            f"found {most}; number the classes from 0"
+            f"found {largest}; number the classes from 0"
         )
-    return max(2, most + 1)
+    return max(2, largest + 1)

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinf.documents import shown
-from jaxinf.train.data.errors import DataError, refusing, shown_names
+from jaxinf.documents import shorten
+from jaxinf.train.data.errors import DataError, as_data_error, list_names
 
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
@@ -30,7 +30,7 @@ _FORMATS = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
 _FORMATS |= dict.fromkeys((".json", ".csv", ".tsv", ".arrow", ".feather"), "none")
 _PARQUET, _UTF_8_MARK = b"PAR1", b"\xef\xbb\xbf"
 # gzip, bzip2, UTF-16, UTF-32; others that are no text have a NUL.
-_NO_TEXT = (b"\x1f\x8b", b"BZh", b"\xff\xfe", b"\xfe\xff")
+_NOT_TEXT = (b"\x1f\x8b", b"BZh", b"\xff\xfe", b"\xfe\xff")
 
 
 def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
@@ -42,10 +42,10 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
         glob, where `**` crosses directories (files only).
 
     Returns:
-      Resolved paths, sorted, each once; and those of directories that are left out,
-      because they are none of these, not empty, and not all that is there.
+      Resolved paths, sorted, each once; and those of files of directories that are left
+      out: files of other formats, unless a directory has no others.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     left_out: set[Path] = set()
     for pattern in patterns:
         path = Path(os.path.expanduser(pattern))
@@ -63,15 +63,12 @@ def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
                 "files, or a glob such as 'src/**/*.py' (quoted from the shell), "
                 f"found no file (looked from {Path.cwd()})"
             )
-        found |= matched
-    return sorted(found), sorted(left_out - found)
+        files |= matched
+    return sorted(files), sorted(left_out - files)
 
 
 def standard_library_files() -> list[Path]:
-    """Finds the sources of Python's standard library, some 10 MB on every machine.
-
-    Installed packages, tests and tables are none of them.
-    """
+    """Finds the modules of Python's standard library, some 10 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
     walked = _walk(root, _SKIPPED_LIBRARY_DIRS)
     return sorted(path for path in walked if path.suffix == ".py" and path.is_file())
@@ -79,8 +76,8 @@ def standard_library_files() -> list[Path]:
 
 def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
-        shown = [name for name in subfolders if not name.startswith(".")]
-        subfolders[:] = [name for name in shown if name not in skipped]
+        visible = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [name for name in visible if name not in skipped]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
@@ -90,7 +87,7 @@ def _format_of(path: Path) -> str:
         head = file.read(_SNIFFED_BYTES)
     kind = _FORMATS.get(path.suffix.lower())
     kind = kind or ("parquet" if head.startswith(_PARQUET) else "text")
-    is_text = b"\0" not in head and not head.startswith(_NO_TEXT)
+    is_text = b"\0" not in head and not head.startswith(_NOT_TEXT)
     return kind if is_text or kind == "parquet" else "none"
 
 
@@ -111,23 +108,20 @@ class Record(NamedTuple):
     unread: Sequence[str] = ()
 
 
-def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
-    """Yields the records of a file, in order.
+def read_records(path: Path, columns: Collection[str]) -> Iterator[Record]:
+    """Yields the records of a file, of a table those columns.
 
     A text file is one record, or none if it is empty.
-
-    Args:
-      used: names of the columns to read of a table.
     """
     kind = _format_of(path)
     if kind == "parquet":
-        yield from _rows(path, used)
+        yield from _parquet_rows(path, columns)
         return
     if read := {".csv": "read_csv", ".tsv": "read_table"}.get(path.suffix.lower()):
-        made = f"pandas.{read}({path.name!r}).to_json({path.stem + '.jsonl'!r}"
+        command = f"pandas.{read}({path.name!r}).to_json({path.stem + '.jsonl'!r}"
         raise DataError(
             f"{path}: expected JSON lines or Parquet, found {path.suffix[1:].upper()}, "
-            f"which is not read; convert it: {made}, orient='records', lines=True)"
+            f"which is not read; convert it: {command}, orient='records', lines=True)"
         )
     if kind == "none":
         raise DataError(
@@ -141,38 +135,37 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
             file.seek(0)
         if kind == "lines":
             for number, line in enumerate(file, 1):
-                yield _record(f"{path}:{number}", line.rstrip(b"\r\n"))
+                yield _parse_line(f"{path}:{number}", line.rstrip(b"\r\n"))
         elif text := file.read():
             yield Record(str(path), {PLAIN_TEXT: text})
 
 
-def _record(where: str, line: bytes) -> Record:
-    with refusing(f"{where}: expected a JSON object", "mend or remove the line"):
+def _parse_line(where: str, line: bytes) -> Record:
+    with as_data_error(f"{where}: expected a JSON object", "mend or remove the line"):
         fields = json.loads(line)
     if isinstance(fields, dict):
         return Record(where, fields)
     raise DataError(
-        f"{where}: expected a JSON object with named fields, found {shown(fields)}"
+        f"{where}: expected a JSON object with named fields, found {shorten(fields)}"
     )
 
 
-def _rows(path: Path, used: Collection[str]) -> Iterator[Record]:
-    """Yields the rows of a Parquet file."""
+def _parquet_rows(path: Path, columns: Collection[str]) -> Iterator[Record]:
     number = 0
-    with refusing(f"{path}: expected a file of parquet", "save it again"):
+    with as_data_error(f"{path}: expected a file of parquet", "save it again"):
         import pyarrow.parquet as parquet
 
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            columns = [name for name in names if name in used]
-            if len({*columns}) < len(columns):
+            known = [name for name in names if name in columns]
+            if len({*known}) < len(known):
                 raise DataError(
-                    f"{path}: expected each column once, found {shown_names(columns)}; "
+                    f"{path}: expected each column once, found {list_names(known)}; "
                     "rename one"
                 )
-            unread = tuple(sorted({*names} - {*columns}))
-            how: Any = {"columns": columns, "use_threads": False}
-            for batch in file.iter_batches(_ROWS_AT_ONCE, **how):
+            unread = tuple(sorted({*names} - {*known}))
+            options: Any = {"columns": known, "use_threads": False}
+            for batch in file.iter_batches(_ROWS_AT_ONCE, **options):
                 batch.validate(full=True)  # offsets outside it could end the process
                 for fields in batch.to_pylist():
                     number += 1

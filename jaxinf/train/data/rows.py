@@ -1,9 +1,9 @@
 """Rows of a fixed length out of token ids, and the data of a run.
 
-    windows    all texts one after another, cut at equal lengths
-    packed     as many whole examples as fit
-    pairs      a source and its answer, each padded
-    single     one example and its label, padded
+    make_windows     all texts one after another, cut at equal lengths
+    pack_examples    as many whole examples as fit
+    make_pairs       a source and its answer, each padded
+    make_labelled    one example and its label, padded
 
 `segments` numbers the documents of a row from 1, with 0 for padding; a model masks
 attention between documents. Lengths of rows are in tokens.
@@ -25,7 +25,7 @@ from jaxinf.typing import Array, JsonValue
 Row: TypeAlias = Mapping[str, Array]
 RowMap: TypeAlias = Callable[[Row, np.random.Generator], Row]
 
-_CHOSEN = 0.15
+_CHOSEN_SHARE = 0.15
 _MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
 
 
@@ -45,7 +45,6 @@ class Encoded(NamedTuple):
     token_types: Array | None = None
 
     def digest(self) -> bytes:
-        """SHA-256 of its content."""
         digest = hashlib.sha256(f"{self.tokens.dtype} {self.label} ".encode())
         digest.update(np.ascontiguousarray(self.tokens).data)
         digest.update(np.packbits(self.is_learned).data)
@@ -74,7 +73,7 @@ class TrainingData:
 
     Attributes:
       row_map: a random change of each row, such as masking.
-      tokenizer: the texts' tokenizer; None for images.
+      tokenizer: None for images.
       identity: data that must be the same in a resumed run.
       notes: remarks about the data for the user.
       seq_len: tokens in a row; 0 for images.
@@ -94,8 +93,8 @@ class TrainingData:
 # --- many examples -------------------------------------------------------------------
 
 
-def all_of(tokens: Array) -> Array:
-    """Returns True for each token, in no memory."""
+def all_learned(tokens: Array) -> Array:
+    """Returns True for each token, without memory."""
     return np.broadcast_to(np.True_, tokens.shape)
 
 
@@ -103,18 +102,18 @@ def split_tokens(
     parts: Sequence[Encoded], share: float
 ) -> tuple[list[Encoded], list[Encoded]]:
     """Splits a share of the tokens off at the end, which may cut a text."""
-    num_tokens = sum(part.tokens.size for part in parts)
-    at, first, last = num_tokens - int(num_tokens * share), [], []
+    count_tokens = sum(part.tokens.size for part in parts)
+    at, first, last = count_tokens - int(count_tokens * share), [], []
     for tokens in (part.tokens for part in parts):
         for half, ids in ((first, tokens[:at]), (last, tokens[at:])):
             if ids.size:
-                half.append(Encoded(ids, all_of(ids)))
+                half.append(Encoded(ids, all_learned(ids)))
         at = max(0, at - tokens.size)
     return first, last
 
 
 def fingerprint(parts: Sequence[Encoded]) -> str:
-    """SHA-256 of everything, in hexadecimal."""
+    """Returns the SHA-256 of all examples, in hexadecimal."""
     digest = hashlib.sha256()
 
     def add(arrays: Sequence[Array]) -> None:
@@ -138,7 +137,7 @@ def fingerprint(parts: Sequence[Encoded]) -> str:
 # --- rows ----------------------------------------------------------------------------
 
 
-def windows(parts: Sequence[Encoded], seq_len: int, *, is_causal: bool) -> Rows:
+def make_windows(parts: Sequence[Encoded], seq_len: int, *, is_causal: bool) -> Rows:
     """Returns runs of the concatenated texts, without overlap.
 
     Args:
@@ -168,45 +167,41 @@ def windows(parts: Sequence[Encoded], seq_len: int, *, is_causal: bool) -> Rows:
     return Rows(max(0, (flat.size - is_causal) // seq_len), row)
 
 
-def packed(parts: Sequence[Encoded], seq_len: int, pad: int) -> Rows:
-    """Packs whole examples into rows; longer ones are cut at the row's end.
-
-    Args:
-      parts: examples, each of at least two tokens.
-    """
+def pack_examples(parts: Sequence[Encoded], seq_len: int, pad: int) -> Rows:
+    """Packs examples of at least two tokens into rows; long ones are cut."""
     # Every token but the last is an input, and every one but the first a target.
     sizes = np.array([min(part.tokens.size - 1, seq_len) for part in parts])
     plan = plan_rows(sizes, seq_len)
 
     def row(number: int) -> Row:
         members = plan[number]
-        own = [(parts[member], sizes[member]) for member in members]
-        tokens = [part.tokens[:size] for part, size in own]
-        targets = [part.tokens[1 : size + 1] for part, size in own]
-        weights = [part.is_learned[1 : size + 1] for part, size in own]
+        cut = [(parts[member], sizes[member]) for member in members]
+        tokens = [part.tokens[:size] for part, size in cut]
+        targets = [part.tokens[1 : size + 1] for part, size in cut]
+        weights = [part.is_learned[1 : size + 1] for part, size in cut]
         segments = np.repeat(np.arange(1, len(members) + 1), sizes[members])
         return {
-            "tokens": _padded(np.concatenate(tokens), seq_len, pad),
-            "targets": _padded(np.concatenate(targets), seq_len, pad),
-            "weights": _padded(np.concatenate(weights), seq_len, 0, np.float32),
-            "segments": _padded(segments, seq_len, 0),
+            "tokens": _pad(np.concatenate(tokens), seq_len, pad),
+            "targets": _pad(np.concatenate(targets), seq_len, pad),
+            "weights": _pad(np.concatenate(weights), seq_len, 0, np.float32),
+            "segments": _pad(segments, seq_len, 0),
         }
 
     return Rows(len(plan), row)
 
 
-def pairs(
+def make_pairs(
     examples: Sequence[Sequence[Encoded]], seq_len: int, *, pad: int, start: int
 ) -> Rows:
     """Returns a source for the encoder, and its answer for the decoder, in each row.
 
-    Args:
-      examples: a source and the answer to learn, each.
-      start: id before an answer.
+    `start` is the id before an answer.
     """
 
     def row(number: int) -> Row:
-        source, answer = (_alone(x.tokens, seq_len, pad) for x in examples[number])
+        source, answer = (
+            _pad_document(x.tokens, seq_len, pad) for x in examples[number]
+        )
         return {
             **source,
             "decoder_tokens": np.append(np.int32(start), answer["tokens"][:-1]),
@@ -218,28 +213,24 @@ def pairs(
     return Rows(len(examples), row)
 
 
-def single(parts: Sequence[Encoded], seq_len: int, pad: int) -> Rows:
+def make_labelled(parts: Sequence[Encoded], seq_len: int, pad: int) -> Rows:
     """Returns one example a row, cut at its end, with its label, int32 []."""
 
     def row(number: int) -> Row:
         part = parts[number]
-        found = _alone(part.tokens, seq_len, pad)
-        found["labels"] = np.array(part.label, np.int32)
+        result = _pad_document(part.tokens, seq_len, pad)
+        result["labels"] = np.array(part.label, np.int32)
         if part.token_types is not None:
-            found["token_types"] = _padded(part.token_types, seq_len, 0)
-        return found
+            result["token_types"] = _pad(part.token_types, seq_len, 0)
+        return result
 
     return Rows(len(parts), row)
 
 
 def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:
-    """Assigns examples to rows, the longest first, each to the row with the best fit.
+    """Returns the numbers of the examples of each row, for lengths 1 to `seq_len`.
 
-    Args:
-      lengths: int [num], each of 1 to `seq_len`.
-
-    Returns:
-      The numbers of the examples of each row.
+    The longest example comes first, and goes to the row with the best fit.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
@@ -257,7 +248,7 @@ def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:
     return rows
 
 
-def masking(*, mask: int, special: Sequence[int], vocab_size: int) -> RowMap:
+def make_masking(*, mask: int, special: Sequence[int], vocab_size: int) -> RowMap:
     """Returns a function that masks tokens, and keeps them as targets.
 
     As in BERT (Devlin et al. 2019, section 3.1), 15 % of a row's tokens are chosen, at
@@ -269,12 +260,12 @@ def masking(*, mask: int, special: Sequence[int], vocab_size: int) -> RowMap:
       special: ids that are never chosen, such as ends of documents.
     """
 
-    def masked(row: Row, rng: np.random.Generator) -> Row:
+    def mask_row(row: Row, rng: np.random.Generator) -> Row:
         tokens = row["tokens"]
         allowed = np.flatnonzero(~np.isin(tokens, special) & (row["segments"] > 0))
         if not allowed.size:  # a row of special ones; at least one must count
             allowed = np.arange(tokens.size)
-        num = max(1, round(_CHOSEN * allowed.size))
+        num = max(1, round(_CHOSEN_SHARE * allowed.size))
         chosen = rng.permutation(allowed)[:num]
         fate = rng.random(num)
         hidden = tokens.copy()
@@ -286,15 +277,15 @@ def masking(*, mask: int, special: Sequence[int], vocab_size: int) -> RowMap:
         weights[chosen] = 1
         return {**row, "tokens": hidden, "targets": tokens, "weights": weights}
 
-    return masked
+    return mask_row
 
 
-def _padded(values: Array, seq_len: int, pad: int, dtype: type = np.int32) -> Array:
+def _pad(values: Array, seq_len: int, pad: int, dtype: type = np.int32) -> Array:
     row = np.full(seq_len, pad, dtype)
     row[: len(values)] = values[:seq_len]
     return row
 
 
-def _alone(ids: Array, seq_len: int, pad: int) -> dict[str, Array]:
+def _pad_document(ids: Array, seq_len: int, pad: int) -> dict[str, Array]:
     segments = (np.arange(seq_len) < len(ids)).astype(np.int32)
-    return {"tokens": _padded(ids, seq_len, pad), "segments": segments}
+    return {"tokens": _pad(ids, seq_len, pad), "segments": segments}

@@ -19,29 +19,29 @@ from jaxinf_models import TaskName
 
 from jaxinf.train.config import HELD_OUT_SHARE, TrainConfig
 from jaxinf.train.data import rows as forms
-from jaxinf.train.data.errors import DataError, shown_names
+from jaxinf.train.data.errors import DataError, list_names
 from jaxinf.train.data.examples import (
     FIELDS,
     Example,
     ExampleKind,
-    example_of,
-    num_classes,
+    count_classes,
+    parse_example,
 )
 from jaxinf.train.data.files import find_files, read_records, standard_library_files
-from jaxinf.train.data.rows import Encoded, all_of
+from jaxinf.train.data.rows import Encoded, all_learned
 from jaxinf.train.data.tokenizer import FolderTokenizer, Tokenizer, open_tokenizer
 
 # A row of the longest example would otherwise take any memory.
-_MOST_USUAL_TOKENS = 1024
+_MAX_DEFAULT_TOKENS = 1024
 _ROUNDED_TO = 16
 
-_EXPECTED: dict[TaskName, tuple[ExampleKind, ...]] = {
+_KINDS: dict[TaskName, tuple[ExampleKind, ...]] = {
     "causal-lm": ("text", "dialogue"),
     "masked-lm": ("text",),
     "seq2seq": ("dialogue",),
     "classification": ("labelled",),
 }
-_MEANT = {
+_KIND_NAMES = {
     "text": "text",
     "dialogue": "prompts and responses, or messages",
     "labelled": "a text and its label",
@@ -56,67 +56,75 @@ def load_texts(
     *,
     task: TaskName,
     seq_len: int | None,
-    most_tokens: int | None = None,
+    max_tokens: int | None = None,
     num_types: int = 0,
 ) -> forms.TrainingData:
     """Reads texts (blocks), in the steps that all tasks share.
 
     Args:
       seq_len: tokens in a row; None for those of the longest example.
-      most_tokens: most tokens in a row for the model; None for no limit.
+      max_tokens: limit of the model for a row; None for no limit.
       num_types: types of tokens that the model tells apart; 0 for none.
     """
     tokenizer, share = open_tokenizer(options.tokenizer), options.held_out_share
     reader = _Reader(task, tokenizer, num_types, options.loss_on == "all")
-    most = seq_len or min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
+    limit = seq_len or min(_MAX_DEFAULT_TOKENS, max_tokens or _MAX_DEFAULT_TOKENS)
     files = reader.find(options.data)
-    held_files = reader.find(options.validation) if share is None else []
-    train = reader.read(files, "--data", most)
+    held_out_files = reader.find(options.validation) if share is None else []
+    train = reader.read(files, "--data", limit)
     is_text = reader.kind == "text"
     if seq_len is None:
-        seq_len = _usual_length(train, most, is_text * (share or HELD_OUT_SHARE))
-    train = reader.ordered(train, "--data", seq_len)
+        held_out_share = is_text * (share or HELD_OUT_SHARE)
+        seq_len = _default_length(train, limit, held_out_share)
+    train = reader.sort_and_cut(train, "--data", seq_len)
     if share is None:
-        held = reader.read(held_files, "--validation", seq_len)
-        held = reader.ordered(held, "--validation", seq_len)
-    elif is_text:
-        halves = forms.split_tokens([part for (part,) in train], share)
-        train, held = ([(part,) for part in half] for half in halves)
-    else:  # at least one of several
-        at = len(train) - max(int(len(train) > 1), int(len(train) * share))
-        train, held = train[:at], train[at:]
-    both = {"train": train, "validation": held}
-    rows = [reader.rows(part, seq_len, name) for name, part in both.items()]
-
-    unit = "bytes" if tokenizer.name == "bytes" else "tokens"
-    sides = [side for half in (train, held) for side in zip(*half, strict=True)]
-    prints = " ".join(map(forms.fingerprint, sides))
-    labels = [part.label for part in chain(*sides)]
-    nums = [sum(p.tokens.size for p in chain(*half)) for half in (train, held)]
+        validation = reader.read(held_out_files, "--validation", seq_len)
+        validation = reader.sort_and_cut(validation, "--validation", seq_len)
+    else:
+        train, validation = _hold_out(train, share, is_text=is_text)
+    halves = {"train": train, "validation": validation}
+    rows = [reader.make_rows(half, seq_len, name) for name, half in halves.items()]
+    parts = [side for half in halves.values() for side in zip(*half, strict=True)]
+    fingerprints = " ".join(map(forms.fingerprint, parts))
+    labels = [part.label for part in chain(*parts)]
+    num_labels = count_classes(labels) if reader.kind == "labelled" else None
     return forms.TrainingData(
         train=rows[0],
         validation=rows[1],
         row_map=_masking(tokenizer) if task == "masked-lm" else None,
         tokenizer=tokenizer,
-        num_labels=num_classes(labels) if reader.kind == "labelled" else None,
-        description=f"{nums[0]:,} {unit} to train on, {nums[1]:,} to validate",
+        num_labels=num_labels,
+        description=reader.describe(train, validation, num_labels),
         identity={
             "rows": [*map(len, rows)],
             "tokenizer": tokenizer.fingerprint,
-            "sha256": hashlib.sha256(prints.encode()).hexdigest(),
+            "sha256": hashlib.sha256(fingerprints.encode()).hexdigest(),
         },
         notes=tuple(reader.remarks()),
         seq_len=seq_len,
     )
 
 
-def _usual_length(encoded: _Examples, most: int, held_share: float) -> int:
+def _default_length(encoded: _Examples, limit: int, held_out_share: float) -> int:
     """Returns the tokens of the longest example; texts held out must have rows, too."""
     sizes = [part.tokens.size for parts in encoded for part in parts]
     longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
-    if held_share:
-        longest = min(longest, int(sum(sizes) * held_share) // 2)
-    return max(2, min(longest, most))
+    if held_out_share:
+        longest = min(longest, int(sum(sizes) * held_out_share) // 2)
+    return max(2, min(longest, limit))
+
+
+def _hold_out(
+    examples: _Examples, share: float, *, is_text: bool
+) -> tuple[_Examples, _Examples]:
+    """Splits a share off at the end: of the tokens of texts, else of the examples."""
+    if is_text:
+        halves = forms.split_tokens([part for (part,) in examples], share)
+        train, validation = ([(part,) for part in half] for half in halves)
+        return train, validation
+    num = len(examples)
+    at = num - max(int(num > 1), int(num * share))  # at least one of several
+    return examples[:at], examples[at:]
 
 
 def _masking(tokenizer: Tokenizer) -> forms.RowMap:
@@ -126,7 +134,7 @@ def _masking(tokenizer: Tokenizer) -> forms.RowMap:
             "([MASK] or <mask>, named in tokenizer_config.json), which it does not have"
         )
     special, num_ids = tokenizer.special, tokenizer.vocab_size
-    return forms.masking(mask=tokenizer.mask, special=special, vocab_size=num_ids)
+    return forms.make_masking(mask=tokenizer.mask, special=special, vocab_size=num_ids)
 
 
 @dataclasses.dataclass
@@ -137,6 +145,7 @@ class _Reader:
       num_types: types of tokens that the model tells apart; 0 for none.
       learn_all: whether prompts are learned, too.
       first: the first example of the training data, once it is read.
+      num_read: number of examples read.
       unused: fields of records without a use.
       left_out: files of folders that are no text.
       notes: what is cut or left out.
@@ -147,6 +156,7 @@ class _Reader:
     num_types: int
     learn_all: bool
     first: Example | None = None
+    num_read: int = 0
     unused: set[str] = dataclasses.field(default_factory=set)
     left_out: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -164,41 +174,42 @@ class _Reader:
         self.left_out += [path.name for path in others]
         return files
 
-    def read(self, files: Sequence[Path], flag: str, most: int) -> _Examples:
-        """Reads files; cuts a labelled text, or a source, that has more tokens."""
-        found: _Examples = []
+    def read(self, files: Sequence[Path], flag: str, limit: int) -> _Examples:
+        """Reads files; cuts a labelled text, or a source, to a number of tokens."""
+        examples: _Examples = []
         for record in chain.from_iterable(read_records(path, FIELDS) for path in files):
-            example = example_of(record, self.unused)
+            example = parse_example(record, self.unused)
             self.first = self.first or example
             if problem := self._problem(self.first, example, flag):
                 raise DataError(f"{example.where}: {problem}")
-            parts = self._encoded(example, most)
+            parts = self._encode(example, limit)
             if not all(part.tokens.size for part in parts):
                 raise DataError(f"{example.where}: expected text, found none")
-            found.append(parts)
-        if not found:
+            examples.append(parts)
+        if not examples:
             raise DataError(
-                f"{flag}: expected {_MEANT[_EXPECTED[self.task][0]]}, found "
+                f"{flag}: expected {_KIND_NAMES[_KINDS[self.task][0]]}, found "
                 f"{len(files)} file(s) without a record"
             )
-        return found
+        self.num_read += len(examples)
+        return examples
 
     def _problem(self, first: Example, example: Example, flag: str) -> str:
         """Returns why an example does not suit the run; nothing if it does."""
-        kind, expected = example.kind, _EXPECTED[self.task]
+        kind, kinds = example.kind, _KINDS[self.task]
         if kind != first.kind:
             return (
-                f"expected records of one kind, found {_MEANT[kind]} after those of "
-                f"{first.where}, which are {first.kind}; train on them one after the "
-                "other"
+                f"expected records of one kind, found {_KIND_NAMES[kind]} after those "
+                f"of {first.where}, which are {first.kind}; train on them one after "
+                "the other"
             )
         if kind == "labelled" and len(example.texts) != len(first.texts):
             return f"expected 'text_pair' in all, or in none, as {first.where}"
-        if kind not in expected:
-            meant = " or ".join(_MEANT[one] for one in expected)
-            text = f"--task {self.task} expects {meant}, {flag} has {_MEANT[kind]}"
-            other = "; give --task classification" if kind == "labelled" else ""
-            return text + other
+        if kind not in kinds:
+            expected = " or ".join(map(_KIND_NAMES.__getitem__, kinds))
+            found = f"{flag} has {_KIND_NAMES[kind]}"
+            remedy = "; give --task classification" if kind == "labelled" else ""
+            return f"--task {self.task} expects {expected}, {found}{remedy}"
         if self.task == "seq2seq" and example.messages:
             return "--task seq2seq expects a prompt and a response, found messages"
         if example.messages and not self.tokenizer.has_template:
@@ -210,36 +221,39 @@ class _Reader:
             )
         return ""
 
-    def _encoded(self, example: Example, most: int) -> tuple[Encoded, ...]:
+    def _encode(self, example: Example, limit: int) -> tuple[Encoded, ...]:
         """Encodes an example; its last text is learned, behind a prompt if any."""
         learn_all, tokenizer, where = self.learn_all, self.tokenizer, example.where
         if example.kind == "labelled":
-            how = {"most": most, "num_types": self.num_types}
-            ids, types = tokenizer.classified(where, example.texts, **how)
-            return (Encoded(ids, all_of(ids), example.label, types),)
+            ids, types = tokenizer.encode_classified(
+                where, example.texts, limit=limit, num_types=self.num_types
+            )
+            return (Encoded(ids, all_learned(ids), example.label, types),)
         if example.messages:
             assert isinstance(tokenizer, FolderTokenizer)
-            return (Encoded(*tokenizer.conversation(example, learn_all=learn_all)),)
+            return (
+                Encoded(*tokenizer.encode_conversation(example, learn_all=learn_all)),
+            )
         *prompts, text = example.texts
-        is_apart = self.task == "seq2seq"  # a source and its answer
-        is_whole = is_apart or not prompts
+        is_pair = self.task == "seq2seq"  # a source and its answer
+        is_whole = is_pair or not prompts
         ids = tokenizer.encode(where, text, is_whole=is_whole)
         if tokenizer.end is not None and not (is_whole and tokenizer.adds_end):
             ids = np.append(ids, np.array([tokenizer.end], ids.dtype))
         if not prompts:
-            return (Encoded(ids, all_of(ids)),)
-        limit = most if is_apart else None
-        prompt = tokenizer.encode(where, prompts[0], is_whole=True, most=limit)
-        if is_apart:
-            return Encoded(prompt, ~all_of(prompt)), Encoded(ids, all_of(ids))
+            return (Encoded(ids, all_learned(ids)),)
+        prompt_limit = limit if is_pair else None
+        prompt = tokenizer.encode(where, prompts[0], is_whole=True, limit=prompt_limit)
+        if is_pair:
+            return Encoded(prompt, ~all_learned(prompt)), Encoded(ids, all_learned(ids))
         joined = np.concatenate([prompt, ids])
         is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
         return (Encoded(joined, is_learned),)
 
     # --- rows ------------------------------------------------------------------------
 
-    def ordered(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
-        """Sorts; leaves out examples whose answers begin after the cut, notes cuts."""
+    def sort_and_cut(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
+        """Sorts examples; leaves out those whose answers begin after the cut."""
         limit, kept = seq_len, encoded
         if self.kind == "dialogue" and self.task != "seq2seq":
             limit += 1  # the last target has no place of its own
@@ -262,12 +276,12 @@ class _Reader:
             )
         return sorted(kept, key=lambda parts: [part.digest() for part in parts])
 
-    def rows(self, examples: _Examples, seq_len: int, name: str) -> forms.Rows:
+    def make_rows(self, examples: _Examples, seq_len: int, name: str) -> forms.Rows:
         """Returns the rows of examples in the form of their kind and task."""
         pad, parts = self.tokenizer.pad, [example[0] for example in examples]
         if self.kind == "text":
             is_causal = self.task == "causal-lm"
-            rows = forms.windows(parts, seq_len, is_causal=is_causal)
+            rows = forms.make_windows(parts, seq_len, is_causal=is_causal)
             if not len(rows):
                 need = f"seq_len + 1 = {seq_len + 1}" if is_causal else f"{seq_len}"
                 raise DataError(
@@ -282,19 +296,35 @@ class _Reader:
                 "what to hold out with --validation"
             )
         if self.task == "seq2seq":
-            return forms.pairs(examples, seq_len, pad=pad, start=self.tokenizer.start)
-        form = forms.single if self.kind == "labelled" else forms.packed
-        return form(parts, seq_len, pad)
+            start = self.tokenizer.start
+            return forms.make_pairs(examples, seq_len, pad=pad, start=start)
+        is_labelled = self.kind == "labelled"
+        make_rows = forms.make_labelled if is_labelled else forms.pack_examples
+        return make_rows(parts, seq_len, pad)
 
-    # --- what the user is told -------------------------------------------------------
+    def describe(
+        self, train: _Examples, validation: _Examples, num_labels: int | None
+    ) -> str:
+        """Counts what was read, and the tokens of both parts."""
+        classes = "" if num_labels is None else f" of {num_labels:,} classes"
+        noun = "examples" if self.kind == "dialogue" else "texts"
+        unit = "bytes" if self.tokenizer.name == "bytes" else "tokens"
+        num_train, num_validation = (
+            sum(part.tokens.size for part in chain(*half))
+            for half in (train, validation)
+        )
+        return (
+            f"{self.num_read:,} {noun}{classes}: {num_train:,} {unit} to train on, "
+            f"{num_validation:,} to validate"
+        )
 
     def remarks(self) -> Iterator[str]:
         yield from self.notes
         if self.left_out:
             yield (
                 f"{len(self.left_out):,} files of folders are no text and no Parquet, "
-                f"and are left out: {shown_names(self.left_out)}; to have them read, "
+                f"and are left out: {list_names(self.left_out)}; to have them read, "
                 "save tables as JSON lines (.jsonl), and unpack archives"
             )
         if self.unused:
-            yield f"fields of records that are not used: {shown_names(self.unused)}"
+            yield f"fields of records that are not used: {list_names(self.unused)}"

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxinf.exchange import VOCABULARIES
-from jaxinf.train.data.errors import DataError, refusing
+from jaxinf.train.data.errors import DataError, as_data_error
 from jaxinf.train.data.examples import Example, Text
 from jaxinf.typing import Array
 
@@ -38,19 +38,19 @@ class ByteTokenizer:
     adds_end = has_template = False
 
     def encode(
-        self, where: str, text: Text, *, is_whole: bool, most: int | None = None
+        self, where: str, text: Text, *, is_whole: bool, limit: int | None = None
     ) -> Array:
-        return np.frombuffer(_as_bytes(where, text), np.uint8)[:most]
+        return np.frombuffer(_as_bytes(where, text), np.uint8)[:limit]
 
-    def classified(
-        self, where: str, texts: Sequence[Text], *, most: int, num_types: int
+    def encode_classified(
+        self, where: str, texts: Sequence[Text], *, limit: int, num_types: int
     ) -> tuple[Array, Array | None]:
         if len(texts) > 1:
             raise DataError(
                 f"{where}: expected one text, found two, which bytes do not tell "
                 "apart; give a --tokenizer, or join them in the data"
             )
-        ids = self.encode(where, texts[0], is_whole=False, most=most - 1)
+        ids = self.encode(where, texts[0], is_whole=False, limit=limit - 1)
         return np.append(ids, np.uint8(self.end)), None
 
 
@@ -81,29 +81,29 @@ class FolderTokenizer:
             )
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         self.name = str(path)
-        with refusing(f"--tokenizer {path}: expected a tokenizer of transformers"):
+        with as_data_error(f"--tokenizer {path}: expected a tokenizer of transformers"):
             from transformers import AutoTokenizer
 
-            found: Any = AutoTokenizer.from_pretrained(
+            tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder),
                 local_files_only=True,
                 trust_remote_code=False,
                 model_input_names=["input_ids"],
             )
-            vocabulary = found.get_vocab()
-            fast = found.backend_tokenizer if found.is_fast else None
+            vocabulary = tokenizer.get_vocab()
+            fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
             content = fast.to_str() if fast else repr(sorted(vocabulary.items()))
-            ends = (found.eos_token_id, found.sep_token_id)
-            self.special = tuple(found.all_special_ids)
-            self.has_template = found.chat_template is not None
-            last = found("a").input_ids[-1:]
+            ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+            self.special = tuple(tokenizer.all_special_ids)
+            self.has_template = tokenizer.chat_template is not None
+            last = tokenizer("a").input_ids[-1:]
         if not vocabulary:
             raise DataError(f"--tokenizer {path}: expected tokens, found none")
-        self._tokenizer = found
+        self._tokenizer = tokenizer
         self.vocab_size = max(vocabulary.values()) + 1
-        self.end = next((one for one in ends if one is not None), None)
+        self.end = next((token for token in ends if token is not None), None)
         self.adds_end = last == [self.end]
-        self.mask, pad = found.mask_token_id, found.pad_token_id
+        self.mask, pad = tokenizer.mask_token_id, tokenizer.pad_token_id
         self.start = self.pad = pad if pad is not None else self.end or 0  # as T5 has
         self._has_pad = pad is not None or self.end is not None
         digest = hashlib.sha256(content.encode()).hexdigest()
@@ -111,44 +111,45 @@ class FolderTokenizer:
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def encode(
-        self, where: str, text: Text, *, is_whole: bool, most: int | None = None
+        self, where: str, text: Text, *, is_whole: bool, limit: int | None = None
     ) -> Array:
         """Returns the ids of a text, uint8 to uint32 [n].
 
         Args:
           where: place of the text, for errors.
-          is_whole: whether with the special tokens around a text.
-          most: most tokens; more are cut, special ones kept.
+          is_whole: whether special tokens are put around it.
+          limit: number of tokens at which it is cut; special ones are kept.
         """
-        string, is_cut = _as_str(where, text), most is not None
-        how = {"truncation": is_cut, "max_length": most, "add_special_tokens": is_whole}
-        with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
-            return self._ids(self._tokenizer(string, **how).input_ids)
+        string = _as_str(where, text)
+        with as_data_error(f"--tokenizer {self.name}: expected ids of {where}"):
+            options = {"truncation": limit is not None, "max_length": limit}
+            encoding = self._tokenizer(string, add_special_tokens=is_whole, **options)
+            return self._ids(encoding.input_ids)
 
-    def classified(
-        self, where: str, texts: Sequence[Text], *, most: int, num_types: int
+    def encode_classified(
+        self, where: str, texts: Sequence[Text], *, limit: int, num_types: int
     ) -> tuple[Array, Array | None]:
-        """Encodes a text or a pair; of what is too long, the longer text is cut first.
+        """Encodes a text or a pair; if it is too long, the longer text is cut first.
 
         Returns ids, and their types (uint8) for a pair if the model has `num_types`.
         """
         strings, num = [_as_str(where, text) for text in texts], len(texts)
         is_typed = num_types > 0 and num == 2
-        how = {"return_token_type_ids": is_typed, "truncation": True}
-        with refusing(f"--tokenizer {self.name}: expected ids of {where}"):
+        with as_data_error(f"--tokenizer {self.name}: expected ids of {where}"):
             least = num + self._tokenizer.num_special_tokens_to_add(pair=num == 2)
-            if most < least:  # transformers returns them without a cut, or empty
+            if limit < least:  # transformers returns them without a cut, or empty
                 raise DataError(
                     f"--seq-len: expected at least {least} tokens, for {num} text(s) "
-                    f"and their special tokens, got {most}"
+                    f"and their special tokens, got {limit}"
                 )
-            found = self._tokenizer(*strings, max_length=most, **how)
-        ids = self._ids(found.input_ids)
+            options = {"truncation": True, "return_token_type_ids": is_typed}
+            encoding = self._tokenizer(*strings, max_length=limit, **options)
+        ids = self._ids(encoding.input_ids)
         if not num_types and self._has_pad:  # transformers reads before the padding
             ids = ids[: 1 + max(np.flatnonzero(ids != self.pad), default=0)]
         if not is_typed:
             return ids, None
-        types = np.array(found.token_type_ids, np.uint8)
+        types = np.array(encoding.token_type_ids, np.uint8)
         if types.max() >= num_types:  # a model would read another type, or NaN
             raise DataError(
                 f"--tokenizer {self.name}: expected token types below {num_types}, as "
@@ -156,36 +157,38 @@ class FolderTokenizer:
             )
         return ids, types
 
-    def conversation(self, example: Example, *, learn_all: bool) -> tuple[Array, Array]:
+    def encode_conversation(
+        self, example: Example, *, learn_all: bool
+    ) -> tuple[Array, Array]:
         """Returns the ids of messages by the chat template, and which are learned."""
         what = f"{example.where}: expected messages that the chat template of "
-        with refusing(f"{what}--tokenizer {self.name} can write"):
+        with as_data_error(f"{what}--tokenizer {self.name} can write"):
             template = self._tokenizer.get_chat_template(tools=example.tools)
             if _MARKS_ANSWERS.search(template) and not learn_all:
-                how = {"return_dict": True, "return_assistant_tokens_mask": True}
-                found = self._rendered(example, tokenize=True, **how)
-                is_learned = np.array(found["assistant_masks"], np.bool_)
-                return self._ids(found["input_ids"]), is_learned
-            text = self._rendered(example)
-            found = self._tokenizer(
+                options = {"return_dict": True, "return_assistant_tokens_mask": True}
+                encoding = self._render(example, tokenize=True, **options)
+                is_learned = np.array(encoding["assistant_masks"], np.bool_)
+                return self._ids(encoding["input_ids"]), is_learned
+            text = self._render(example)
+            encoding = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True
             )
-            ids = self._ids(found.input_ids)
+            ids = self._ids(encoding.input_ids)
             if learn_all:
                 return ids, np.ones(ids.size, np.bool_)
-            places = np.array(found.offset_mapping, np.int64).reshape(-1, 2)
+            offsets = np.array(encoding.offset_mapping, np.int64).reshape(-1, 2)
             is_learned = np.zeros(ids.size, np.bool_)
             for start, end in self._answers(example, text):
-                is_learned |= (places[:, 0] < end) & (places[:, 1] > start)
+                is_learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
         return ids, is_learned
 
     def _answers(self, example: Example, text: str) -> Iterator[tuple[int, int]]:
-        """Yields where answers are: what their messages add to those before them."""
+        """Yields the start and end of each answer: the text that its message adds."""
         for number, message in enumerate(example.messages):
             if message["role"] != "assistant" or not number:  # answers nothing
                 continue
-            prompt = self._rendered(example, number, add_generation_prompt=True)
-            through = self._rendered(example, number + 1)
+            prompt = self._render(example, number, add_generation_prompt=True)
+            through = self._render(example, number + 1)
             is_added = through.startswith(prompt) and text.startswith(through)
             if not is_added or through == prompt:
                 raise DataError(
@@ -198,21 +201,24 @@ class FolderTokenizer:
                 )
             yield len(prompt), len(through)
 
-    def _rendered(self, example: Example, num: int | None = None, **how: Any) -> Any:
-        """Returns the first messages, or all, as the template writes them."""
-        template = self._tokenizer.get_chat_template(tools=example.tools)
-        how = {"tokenize": False, "return_dict": False, "tools": example.tools, **how}
-        messages, whole = [*example.messages[:num]], _FIXED_DATE + template
-        return self._tokenizer.apply_chat_template(messages, chat_template=whole, **how)
+    def _render(self, example: Example, num: int | None = None, **options: Any) -> Any:
+        """Returns the first `num` messages, or all, as the template writes them."""
+        tools = example.tools
+        template = _FIXED_DATE + self._tokenizer.get_chat_template(tools=tools)
+        options = {"tokenize": False, "return_dict": False, "tools": tools, **options}
+        messages = [*example.messages[:num]]
+        return self._tokenizer.apply_chat_template(
+            messages, chat_template=template, **options
+        )
 
     def _ids(self, ids: Sequence[int]) -> Array:
-        found = np.array(ids, np.uint32)
-        if found.size and int(found.max()) >= self.vocab_size:
+        array = np.array(ids, np.uint32)
+        if array.size and int(array.max()) >= self.vocab_size:
             raise DataError(
                 f"--tokenizer {self.name}: expected ids below {self.vocab_size}, as "
-                f"its vocabulary has, found {found.max()}"
+                f"its vocabulary has, found {array.max()}"
             )
-        return found.astype(self._dtype)
+        return array.astype(self._dtype)
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer
@@ -223,11 +229,11 @@ def open_tokenizer(path: Path | None) -> Tokenizer:
     return ByteTokenizer() if path is None else FolderTokenizer(path.expanduser())
 
 
-def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
+def find_tokenizer(folder: Path, num_ids: int) -> Path | None:
     """Finds the tokenizer of a checkpoint; None if its model reads bytes."""
-    place = folder.expanduser()
-    if any((place / name).is_file() for name in VOCABULARIES):
-        return place
+    path = folder.expanduser()
+    if any((path / name).is_file() for name in VOCABULARIES):
+        return path
     if num_ids <= _BYTE_IDS:
         return None
     raise DataError(
@@ -238,12 +244,12 @@ def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
 
 
 def _as_bytes(where: str, text: Text) -> bytes:
-    with refusing(f"{where}: expected text"):
+    with as_data_error(f"{where}: expected text"):
         return text if isinstance(text, bytes) else text.encode()
 
 
 def _as_str(where: str, text: Text) -> str:
     raw = _as_bytes(where, text)
     remedy = "convert the file, or train on bytes (no --tokenizer)"
-    with refusing(f"{where}: expected UTF-8", remedy):
+    with as_data_error(f"{where}: expected UTF-8", remedy):
         return raw.decode()

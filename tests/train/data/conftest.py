@@ -27,7 +27,7 @@ def load():
     """Loads data from paths, with arguments of `TrainConfig` and `load_texts`."""
 
     def call(*paths, task="causal-lm", seq_len=8, image_shape=None, **options):
-        names = ("most_tokens", "num_types")
+        names = ("max_tokens", "num_types")
         own = {name: options.pop(name) for name in names if name in options}
         given = TrainConfig(data=tuple(str(path) for path in paths), **options)
         if image_shape is not None:

@@ -11,7 +11,7 @@ import tokenizers
 from small_tokenizers import word_level
 
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import example_of
+from jaxinf.train.data.examples import parse_example
 from jaxinf.train.data.files import PLAIN_TEXT, Record, find_files, read_records
 
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
@@ -61,7 +61,7 @@ def test_documents_begin_and_end_as_their_tokenizer_has_it(
 def test_validation_of_its_own(load, write):
     train, held = write("a.txt", "abcd" * 9), write("b.txt", "wxyz" * 5)
     data = load(train, seq_len=4, validation=(str(held),))
-    assert len(data.train) == 9
+    assert (len(data.train), data.description[:8]) == (9, "2 texts:")
     assert set(tokens_of(data.validation)) == {*b"wxyz"}
     other = str(write("p.jsonl", PAIRS))
     with pytest.raises(DataError, match=r"p.jsonl:1: expected records of one kind"):
@@ -106,7 +106,7 @@ def test_order_of_files_does_not_count(load, write):
 )
 def test_forms_of_records(record, kind, found):
     unused = set()
-    example = example_of(Record("f.jsonl:1", record, ("when",)), unused)
+    example = parse_example(Record("f.jsonl:1", record, ("when",)), unused)
     assert (example.kind, example.texts) == (kind, found)
     assert unused == {"when", *({"id"} & {*record})}
 

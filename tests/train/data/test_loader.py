@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxinf.train.data.loader import endless, one_epoch, starting_at
-from jaxinf.train.data.rows import masking
+from jaxinf.train.data.loader import endless_batches, epoch_batches, iterate_from
+from jaxinf.train.data.rows import make_masking
 
 
 class Numbers:
@@ -34,9 +34,9 @@ def assert_same(one, other):
 def test_batches_golden():
     """Fixed for good: a resumed run must see the batches of the interrupted one.
 
-    Regenerate: `endless(Numbers(1000), batch_size=4, seed=9)[5]["number"].tolist()`.
+    Regenerate: `endless_batches(Numbers(1000), batch_size=4, seed=9)[5]["number"]`.
     """
-    batches = endless(Numbers(1000), batch_size=4, seed=9, row_map=noisy)
+    batches = endless_batches(Numbers(1000), batch_size=4, seed=9, row_map=noisy)
     assert batches[5]["number"].tolist() == [204, 741, 607, 987]
     noise = [827919079, 483971743, 137068898, 154486675]
     assert batches[5]["noise"][0].tolist() == noise
@@ -44,20 +44,20 @@ def test_batches_golden():
 
 def test_any_position_resumes_at_the_very_next_batch():
     def make():
-        return endless(Numbers(7), batch_size=3, seed=2**32 - 1, row_map=noisy)
+        return endless_batches(Numbers(7), batch_size=3, seed=2**32 - 1, row_map=noisy)
 
-    iterator = starting_at(make(), 0)
+    iterator = iterate_from(make(), 0)
     seen = [next(iterator) for _ in range(9)]
     for number in range(9):
         assert_same(make()[number], seen[number])
-        resumed = starting_at(make(), number)
+        resumed = iterate_from(make(), number)
         for expected in seen[number:]:
             assert_same(next(resumed), expected)
 
 
 def test_processes_share_the_batches_of_one():
     def make(batch_size=8, num=10, shard=(0, 1)):
-        return endless(
+        return endless_batches(
             Numbers(num), batch_size=batch_size, seed=3, row_map=noisy, shard=shard
         )
 
@@ -71,16 +71,15 @@ def test_processes_share_the_batches_of_one():
 
 def test_every_row_comes_once_an_epoch():
     """In training in another order each time, in an evaluation always in the same."""
-    batches = endless(Numbers(12), batch_size=3, seed=0)
+    batches = endless_batches(Numbers(12), batch_size=3, seed=0)
     epochs = [
         np.concatenate([batches[4 * epoch + n]["number"] for n in range(4)])
         for epoch in range(3)
     ]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    one, other = (
-        one_epoch(Numbers(10), batch_size=4, seed=2, row_map=noisy) for _ in range(2)
-    )
+    options = {"batch_size": 4, "seed": 2, "row_map": noisy}
+    one, other = (epoch_batches(Numbers(10), **options) for _ in range(2))
     assert [len(one[n]["number"]) for n in range(3)] == [4, 4, 2]
     assert sorted(np.concatenate([one[n]["number"] for n in range(3)])) == [*range(10)]
     for n in range(3):
@@ -91,7 +90,7 @@ def test_every_row_comes_once_an_epoch():
 
 
 def test_masking_shares():
-    mask = masking(mask=255, special=(0,), vocab_size=100)
+    mask = make_masking(mask=255, special=(0,), vocab_size=100)
     tokens = np.tile(np.arange(100, dtype=np.int32), 200)  # a hundredth are ends
     row = {"tokens": tokens, "segments": np.ones_like(tokens)}
     masked = mask(row, np.random.Generator(np.random.Philox(1)))
@@ -108,7 +107,7 @@ def test_masking_shares():
 
 @pytest.mark.parametrize("tokens", [[5], [0, 0], [7, 0]])
 def test_something_is_always_asked_and_padding_never(tokens):
-    mask = masking(mask=255, special=(0,), vocab_size=100)
+    mask = make_masking(mask=255, special=(0,), vocab_size=100)
     row = {"tokens": np.array([*tokens, 3, 3, 3, 3], np.int32)}
     row["segments"] = np.array([1] * len(tokens) + [0] * 4, np.int32)
     masked = mask(row, np.random.Generator(np.random.Philox(1)))

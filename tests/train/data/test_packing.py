@@ -12,12 +12,12 @@ from jaxinf_models import GPT2Config, abstract_params, make_model, score, split
 
 from jaxinf.train.data.rows import (
     Encoded,
-    all_of,
+    all_learned,
     fingerprint,
-    packed,
-    pairs,
-    single,
-    windows,
+    make_labelled,
+    make_pairs,
+    make_windows,
+    pack_examples,
 )
 
 documents = st.lists(
@@ -40,7 +40,7 @@ def rows_of(rows):
 
 @given(documents, st.integers(1, 9))
 def test_causal_windows(lists, seq_len):
-    rows = rows_of(windows(encoded(lists), seq_len, is_causal=True))
+    rows = rows_of(make_windows(encoded(lists), seq_len, is_causal=True))
     flat = np.concatenate(lists)
     owner = np.repeat(range(len(lists)), [len(ids) for ids in lists])
     assert len(rows) == (flat.size - 1) // seq_len
@@ -57,7 +57,7 @@ def test_causal_windows(lists, seq_len):
 
 @given(documents, st.integers(1, 9))
 def test_windows_without_targets(lists, seq_len):
-    rows = rows_of(windows(encoded(lists), seq_len, is_causal=False))
+    rows = rows_of(make_windows(encoded(lists), seq_len, is_causal=False))
     flat = np.concatenate(lists)
     assert len(rows) == flat.size // seq_len
     read = np.concatenate([*(row["tokens"] for row in rows), []])
@@ -68,7 +68,7 @@ def test_windows_without_targets(lists, seq_len):
 @given(documents, st.integers(2, 16))
 def test_packed_rows_hold_every_document_once(lists, seq_len):
     learned = [[i % 2 == 0 for i in ids] for ids in lists]
-    rows = rows_of(packed(encoded(lists, learned), seq_len, pad=255))
+    rows = rows_of(pack_examples(encoded(lists, learned), seq_len, pad=255))
     found = []
     for row in rows:
         assert {array.shape for array in row.values()} == {(seq_len,)}
@@ -105,10 +105,10 @@ def test_documents_of_a_row_do_not_see_each_other(kind):
     scores, seq_len = tiny_scores(), 13
     lists = [[5, 6, 7, 8, 0], [9, 1, 2, 0], [3, 4, 3, 4, 0]]
     if kind == "packed":
-        (together,) = rows_of(packed(encoded(lists), seq_len, pad=0))
+        (together,) = rows_of(pack_examples(encoded(lists), seq_len, pad=0))
     else:
-        (together,) = rows_of(windows(encoded(lists), seq_len, is_causal=True))
-    alone = [packed(encoded([ids]), seq_len, pad=0)[0] for ids in lists]
+        (together,) = rows_of(make_windows(encoded(lists), seq_len, is_causal=True))
+    alone = [pack_examples(encoded([ids]), seq_len, pad=0)[0] for ids in lists]
     whole, parts = scores(together), [scores(row) for row in alone]
     assert whole.weight == sum(len(ids) - 1 for ids in lists)
     np.testing.assert_allclose(whole.loss, sum(p.loss for p in parts), rtol=1e-5)
@@ -117,7 +117,7 @@ def test_documents_of_a_row_do_not_see_each_other(kind):
 
 
 def test_pairs():
-    rows = pairs([encoded([[5, 6, 7, 8], [9, 1]])], 3, pad=0, start=7)
+    rows = make_pairs([encoded([[5, 6, 7, 8], [9, 1]])], 3, pad=0, start=7)
     row = rows[0]
     assert row["tokens"].tolist() == [5, 6, 7]
     assert row["decoder_tokens"].tolist() == [7, 9, 1]
@@ -130,7 +130,7 @@ def test_pairs():
 def test_single():
     (part,) = encoded([[5, 6]], labels=[3])
     part = part._replace(token_types=np.array([0, 1], np.uint8))
-    row = single([part], 4, pad=9)[0]
+    row = make_labelled([part], 4, pad=9)[0]
     assert row["tokens"].tolist() == [5, 6, 9, 9]
     assert row["segments"].tolist() == [1, 1, 0, 0]
     assert row["token_types"].tolist() == [0, 1, 0, 0]
@@ -142,7 +142,7 @@ def test_the_fingerprint_is_of_flat_arrays():
     parts = encoded([[1, 2], [3]])
     known = "af86cf64"
     assert fingerprint(parts).startswith(known)
-    whole = [part._replace(is_learned=all_of(part.tokens)) for part in parts]
+    whole = [part._replace(is_learned=all_learned(part.tokens)) for part in parts]
     assert fingerprint(whole).startswith(known)
     for other in (
         encoded([[1, 2], [4]]),

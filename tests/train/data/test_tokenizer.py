@@ -49,20 +49,20 @@ def test_ids_of_texts(both):
     for is_whole in (True, False):
         expected = theirs(TEXTS, add_special_tokens=is_whole).input_ids
         assert ids_of(is_whole=is_whole) == expected
-    found = ids_of(is_whole=True, most=4)
+    found = ids_of(is_whole=True, limit=4)
     assert found == theirs(TEXTS, truncation=True, max_length=4).input_ids
     assert ours.adds_end == (theirs("one").input_ids[-1] == ours.end)
 
 
 def test_ids_of_pairs(both):
     ours, theirs = both
-    for most, pair in product((6, 99), zip(TEXTS, TEXTS[::-1], strict=True)):
+    for limit, pair in product((6, 99), zip(TEXTS, TEXTS[::-1], strict=True)):
         expected = theirs(*pair, return_token_type_ids=True, truncation=True,
-                          max_length=most)  # fmt: skip
-        ids, types = ours.classified("a", pair, most=most, num_types=2)
+                          max_length=limit)  # fmt: skip
+        ids, types = ours.encode_classified("a", pair, limit=limit, num_types=2)
         assert ids.tolist() == expected.input_ids
         assert types.tolist() == expected.token_type_ids
-        ids, types = ours.classified("a", pair, most=most, num_types=0)
+        ids, types = ours.encode_classified("a", pair, limit=limit, num_types=0)
         # transformers reads the class at the last token that is no padding.
         pad = ours.end if theirs.pad_token_id is None else theirs.pad_token_id
         kept = 1 + max(n for n, one in enumerate(expected.input_ids) if one != pad)
@@ -70,16 +70,16 @@ def test_ids_of_pairs(both):
         assert types is None
     if max(expected.token_type_ids):
         with pytest.raises(DataError, match=r"types below 1, .*found 1"):
-            ours.classified("a", pair, most=99, num_types=1)
+            ours.encode_classified("a", pair, limit=99, num_types=1)
 
 
 @pytest.mark.parametrize("texts", [("one",), ("one", "two")], ids=len)
 def test_special_tokens_leave_room_for_texts(both, texts):
     ours, theirs = both
     least = len(texts) + theirs.num_special_tokens_to_add(pair=len(texts) == 2)
-    assert ours.classified("a", texts, most=least, num_types=2)[0].size == least
+    assert ours.encode_classified("a", texts, limit=least, num_types=2)[0].size == least
     with pytest.raises(DataError, match=f"--seq-len: expected at least {least} tok"):
-        ours.classified("a", texts, most=least - 1, num_types=2)
+        ours.encode_classified("a", texts, limit=least - 1, num_types=2)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -93,7 +93,7 @@ def test_conversations(tmp_path, template):
     talk = TALK if template == "tools" else [*TALK[:3], TALK[-1]]
     tools = TOOLS if template == "tools" else None
     example = Example("a.jsonl:1", "dialogue", (), talk, tools)
-    ids, is_learned = ours.conversation(example, learn_all=False)
+    ids, is_learned = ours.encode_conversation(example, learn_all=False)
     text = theirs.apply_chat_template(talk, tools=tools, tokenize=False)
     expected = theirs.apply_chat_template(
         talk, tools=tools, return_dict=True,
@@ -115,7 +115,7 @@ def test_conversations(tmp_path, template):
     call = '<call>{"name": "f", "arguments": {"x": 1, "y": null}}'
     answers = [thought + "three", call, "it is nine"]
     assert found == [a + end for a in answers if a != call or template == "tools"]
-    ids, is_learned = ours.conversation(example, learn_all=True)
+    ids, is_learned = ours.encode_conversation(example, learn_all=True)
     assert ids.tolist() == expected["input_ids"]
     assert is_learned.all()
 
@@ -144,7 +144,7 @@ def test_templates_that_are_refused(tmp_path, template, message):
     tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
     example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
     with pytest.raises(DataError, match=r"^a.jsonl:1: expected ") as caught:
-        tokenizer.conversation(example, learn_all=False)
+        tokenizer.encode_conversation(example, learn_all=False)
     assert message in str(caught.value)
 
 
@@ -152,7 +152,7 @@ def test_a_template_sees_always_the_same_day(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}"
     tokenizer = open_tokenizer(byte_level(tmp_path, chat_template=template))
     example = Example("a.jsonl:1", "dialogue", (), TALK[:2])
-    ids, _ = tokenizer.conversation(example, learn_all=True)
+    ids, _ = tokenizer.encode_conversation(example, learn_all=True)
     day = tokenizer.encode("a", "26 Jul 2024", is_whole=False)
     assert ids.tolist() == day.tolist()
 

@@ -1,4 +1,4 @@
-"""Committed steps for commands beside a run: of a store, or of each member of a run.
+"""Committed steps of a store, or of each member of a run, for commands beside a run.
 
 Invariant: if a step could not be pinned, and so may change, a warning says so. Members
 that cannot be seen are listed, and make the exit status 2.
@@ -29,61 +29,56 @@ _FAILED, _UNSEEN = 1, 2
 
 @contextlib.contextmanager
 def open_committed(path: Path) -> Iterator[tuple[StoreDirectory, CommittedStep]]:
-    """Yields a store, and its step as `jaxinf.store.readable_step`."""
     with readable_step(look_at_store(path)) as step:
-        say_warning(path, step)
+        print_warning(path, step)
         yield StoreDirectory(path, step.manifest), step
 
 
-def say_warning(path: Path, step: CommittedStep) -> None:
+def print_warning(path: Path, step: CommittedStep) -> None:
     if step.warning:
         make_console(sys.stderr).print(f"warning: {path}: {step.warning}")
 
 
-def over_members(
+def for_each_member(
     path: Path, action: Callable[[Path], bool], *, as_json: bool = False
 ) -> int:
-    """Does something for a store, or for each member of a run.
+    """Calls an action for a store, or for each member of a run; the exit status.
+
+    It is 2 if a member cannot be seen, 1 if the action returned False for one, else 0.
 
     Args:
-      action: does it for a path, and prints; whether that went well.
-      as_json: print no lines of text around its output, which is a JSON document for
-        each member.
-
-    Returns:
-      The exit status: 2 if a member cannot be seen, 1 if the action failed for one,
-      else 0.
+      action: prints about the store of a path; returns whether it is sound.
+      as_json: whether lines of text go to standard error.
     """
     if not is_run(path):
         return 0 if action(path) else _FAILED
-    members, refused = list[StoreDirectory](), dict[str, StoreFormatError]()
-    for place in find_members(path):
+    members, errors = list[StoreDirectory](), dict[str, StoreFormatError]()
+    for member_path in find_members(path):
         try:
-            members.append(look_at_store(place))
+            members.append(look_at_store(member_path))
         except StoreFormatError as error:  # a drive is gone
-            refused[place.name] = error
+            errors[member_path.name] = error
     if not members:
-        raise next(iter(refused.values()))
+        raise next(iter(errors.values()))
     unseen = missing_members(members)
     console = make_console(sys.stderr if as_json else sys.stdout)
     num = len(members) + len(unseen)
-    console.print(f"run of {num} processes: {_agreed(members)}")
+    console.print(f"run of {num} processes: {_describe_agreement(members)}")
     status = 0
-    for one in members:
-        console.print(f"\n{one.path.name}")
-        if not action(one.path):
+    for member in members:
+        console.print(f"\n{member.path.name}")
+        if not action(member.path):
             status = _FAILED
     for number in sorted(unseen):
-        why = refused.get(member_name(number), "cannot be seen from here")
+        why = errors.get(member_name(number), "cannot be seen from here")
         console.print(printable(f"process {number}: {why}"))
         status = _UNSEEN
     return status
 
 
-def _agreed(members: Sequence[StoreDirectory]) -> str:
-    held = [held_steps(member) for member in members]
+def _describe_agreement(members: Sequence[StoreDirectory]) -> str:
     try:
-        step = agreed_step(held)
+        step = agreed_step([held_steps(member) for member in members])
     except ProcessError as error:
         return str(error)
     agreed = "no step yet" if step is None else f"step {step.step}"

@@ -42,12 +42,12 @@ _ADAM_STEP_BYTES = 20
 
 The params come with the gradients where they are in the host's memory, as on a CPU."""
 
-_SHARE_OF_FREE = 4  # the temporary file takes at most a quarter of the free space
+_FREE_DIVISOR = 4  # the temporary file takes at most a quarter of the free space
 _NUM_THREADS = 4
 _BLOCK_BYTES = 16 << 20
-_LEAST_BYTES = 2 * _NUM_THREADS * PAGE_BYTES
+_MIN_BYTES = 2 * _NUM_THREADS * PAGE_BYTES
 _TRANSFERS = ("read", "write", "mixed")
-_MOST_S = 20.0  # of all phases of a drive together
+_MAX_S = 20.0  # of all phases of a drive together
 
 
 class Problem(NamedTuple):
@@ -68,36 +68,37 @@ class Finding:
 
     @property
     def is_usable(self) -> bool:
-        """Whether no problem is fatal."""
         return not any(problem.is_fatal for problem in self.problems)
 
 
-def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Finding:
+def examine_directory(
+    path: Path, file_bytes: int, progress: ProgressCallback
+) -> Finding:
     """Examines a directory; measures it with a file of that length, if any; blocks."""
-    place = Finding(str(path))
+    finding = Finding(str(path))
     try:
-        _examine(path, place, file_bytes, progress)
+        _examine(path, finding, file_bytes, progress)
     except OSError as error:
         what = f"making a file here failed: {error.strerror}"
         remedy = "give a directory that this user can write, on a drive with free space"
-        place.problems.append(Problem(what, remedy, is_fatal=True))
+        finding.problems.append(Problem(what, remedy, is_fatal=True))
     except StoreError as error:
         what, _, remedy = str(error).rpartition("; ")
-        place.problems.append(Problem(what, remedy, is_fatal=True))
-    return place
+        finding.problems.append(Problem(what, remedy, is_fatal=True))
+    return finding
 
 
 def _examine(
-    path: Path, place: Finding, file_bytes: int, progress: ProgressCallback
+    path: Path, finding: Finding, file_bytes: int, progress: ProgressCallback
 ) -> None:
-    facts, problems = place.facts, place.problems
+    facts, problems = finding.facts, finding.problems
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         remedy = "check the name" if path.exists() else f"mkdir -p {path}, or mount it"
         raise StoreError(f"{path}: expected a directory, found {found}; {remedy}")
     command = ["stat", "--file-system", "--format=%T", path]
-    named = subprocess.run(command, capture_output=True, text=True, check=False)
-    facts["file system"] = kind = named.stdout.strip() or "unknown"
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    facts["file system"] = kind = result.stdout.strip() or "unknown"
     if kind in ("tmpfs", "ramfs"):
         what = f"{kind} is memory: state here is gone after a reboot"
         problems.append(Problem(what, "use a drive's file system"))
@@ -106,30 +107,36 @@ def _examine(
     facts["free"] = f"{format_bytes(free)} of {format_bytes(total)}: {params} params "
     facts["free"] += "with Adam in fp32"
     with tempfile.TemporaryDirectory(prefix=".jaxinf-doctor-", dir=path) as name:
-        lacking = set[str]()
-        for key, (has, what, is_needed) in _ABILITIES.items():
-            why = "the file system refuses it"
-            try:
-                if has(Path(name)):
-                    continue
-            except OSError as error:
-                why = error.strerror or str(error)
-            remedy = "use a local file system such as ext4 or xfs"
-            problems.append(Problem(f"no {what} ({why})", remedy, is_needed))
-            lacking.add(key)
-        num_bytes = min(file_bytes, free // _SHARE_OF_FREE)
-        if file_bytes and num_bytes < _LEAST_BYTES:
+        scratch, num_bytes = Path(name), min(file_bytes, free // _FREE_DIVISOR)
+        missing = _find_missing_features(scratch)
+        problems += missing.values()
+        if file_bytes and num_bytes < _MIN_BYTES:
             what = f"a file of {num_bytes} bytes is too short to measure with"
-            remedy = f"free space, or give a --size of at least {_LEAST_BYTES} bytes"
+            remedy = f"free space, or give a --size of at least {_MIN_BYTES} bytes"
             problems.append(Problem(what, remedy))
         elif file_bytes:
-            moved_bytes, rates = measure_bandwidth(Path(name), num_bytes, progress)
-            shown = [f"{k} {rates[k] / 1e6:,.0f} MB/s" for k in _TRANSFERS]
-            how = "buffered, so partly memory's" if "direct_io" in lacking else "direct"
+            is_direct = "direct_io" not in missing
+            how = "direct" if is_direct else "buffered, so partly memory's"
+            moved_bytes, rates = measure_bandwidth(scratch, num_bytes, progress)
+            formatted = [f"{k} {rates[k] / 1e6:,.0f} MB/s" for k in _TRANSFERS]
             moved = f"({how}, {format_bytes(moved_bytes)} moved)"
-            facts["bandwidth"] = f"{', '.join(shown)} {moved}"
+            facts["bandwidth"] = f"{', '.join(formatted)} {moved}"
             params = format_count(rates["mixed"] / _ADAM_STEP_BYTES)
             facts["means"] = f"{params} params/s with Adam in fp32"
+
+
+def _find_missing_features(scratch: Path) -> dict[str, Problem]:
+    missing: dict[str, Problem] = {}
+    for name, (supports, what, is_needed) in _FEATURES.items():
+        why = "the file system refuses it"
+        try:
+            if supports(scratch):
+                continue
+        except OSError as error:
+            why = error.strerror or str(error)
+        remedy = "use a local file system such as ext4 or xfs"
+        missing[name] = Problem(f"no {what} ({why})", remedy, is_needed)
+    return missing
 
 
 def _can_replace_symlink(scratch: Path) -> bool:
@@ -151,7 +158,7 @@ def _can_lock(scratch: Path) -> bool:
     return True
 
 
-_ABILITIES: dict[str, tuple[Callable[[Path], bool], str, bool]] = {
+_FEATURES: dict[str, tuple[Callable[[Path], bool], str, bool]] = {
     "direct_io": (
         supports_direct,
         "direct I/O: buffered I/O is used, slower, and it fills the page cache",
@@ -161,7 +168,7 @@ _ABILITIES: dict[str, tuple[Callable[[Path], bool], str, bool]] = {
     "symlinks": (_can_replace_symlink, "symlinks: no step can be committed", True),
     "locks": (_can_lock, "file locks (flock): two runs could write at once", True),
 }
-"""What is tried, what is lost without it, and whether a store needs it."""
+"""The test of a feature, what is lost without it, and whether a store needs it."""
 
 
 # --- bandwidth ------------------------------------------------------------------------
@@ -173,8 +180,7 @@ def measure_bandwidth(
     """Measures with direct I/O, by at most three times the file's length; blocks.
 
     Args:
-      file_bytes: length of the temporary file; cut to an even number of blocks, of
-        which each thread has at least two.
+      file_bytes: length of the temporary file; cut to an even number of blocks.
 
     Returns:
       The bytes moved, and bytes a second, until durable: `read`, `write`, and `mixed`,
@@ -206,8 +212,8 @@ def measure_bandwidth(
 
         for transfer, num_blocks in (write, 2 * half), (read, 2 * half), (mixed, half):
             began_s, before = time.perf_counter(), moved_bytes
-            for done in _moved(transfer, num_blocks, arrays):
-                moved_bytes += done
+            for num_bytes in _transfer_blocks(transfer, num_blocks, arrays):
+                moved_bytes += num_bytes
                 progress(moved_bytes, 3 * file_bytes)
             if transfer is not read:
                 os.fsync(nameless.fileno())
@@ -216,13 +222,13 @@ def measure_bandwidth(
     return moved_bytes, rates
 
 
-def _moved(
+def _transfer_blocks(
     transfer: Callable[[int, Array], int], num_blocks: int, arrays: Sequence[Array]
 ) -> Iterator[int]:
     """Yields the bytes of each block that threads have moved, for seconds at most."""
-    until_s, idle = time.perf_counter() + _MOST_S / 3, [*arrays]
+    until_s, idle = time.perf_counter() + _MAX_S / 3, [*arrays]
 
-    def one(block: int) -> int:
+    def transfer_block(block: int) -> int:
         if block >= _NUM_THREADS and time.perf_counter() > until_s:
             return 0
         array = idle.pop()
@@ -230,4 +236,5 @@ def _moved(
         idle.append(array)
         return num_bytes
 
-    yield from (done for _, done in over(range(num_blocks), one, _NUM_THREADS))
+    blocks = over(range(num_blocks), transfer_block, _NUM_THREADS)
+    yield from (num_bytes for _, num_bytes in blocks)

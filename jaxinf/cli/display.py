@@ -24,7 +24,6 @@ from jaxinf.typing import ProgressCallback
 
 
 def heading(text: str) -> Text:
-    """Makes a section's heading, after an empty line."""
     return Text(f"\n{text}", style="bold")
 
 
@@ -53,11 +52,7 @@ def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
 
 @contextlib.contextmanager
 def show_progress(title: str) -> Iterator[ProgressCallback]:
-    """Shows a bar on standard error if that is a terminal.
-
-    Yields:
-      A function to call with the number of bytes done and in all.
-    """
+    """Shows a bar on standard error if that is a terminal; yields its callback."""
     progress = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
