@@ -171,9 +171,6 @@ _FEATURES: dict[str, tuple[Callable[[Path], bool], str, bool]] = {
 """The test of a feature, what is lost without it, and whether a store needs it."""
 
 
-# --- bandwidth ------------------------------------------------------------------------
-
-
 def measure_bandwidth(
     scratch: Path, file_bytes: int, progress: ProgressCallback
 ) -> tuple[int, dict[str, float]]:

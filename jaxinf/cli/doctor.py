@@ -76,9 +76,6 @@ def _print(finding: Finding) -> None:
     console.print(facts_table(rows))
 
 
-# --- this machine --------------------------------------------------------------------
-
-
 def examine_host() -> Finding:
     """Examines the machine; starts JAX's clients, which may take seconds."""
     isa = platform.machine()

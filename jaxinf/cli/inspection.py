@@ -77,9 +77,6 @@ class Inspect:
         return True
 
 
-# --- the document --------------------------------------------------------------------
-
-
 def _document(directory: StoreDirectory, step: CommittedStep) -> dict[str, Any]:
     leaves = [_leaf(directory, leaf) for leaf in step.manifest.leaves]
     state_bytes: Counter[str] = Counter()
@@ -165,9 +162,6 @@ def _find_writer(store: Path) -> Holder | None:
     if writer is None or writer.host != socket.gethostname():
         return None
     return writer if Path(f"/proc/{writer.pid}").exists() else None
-
-
-# --- on the terminal -----------------------------------------------------------------
 
 
 def _print_store(console: Console, document: Mapping[str, Any]) -> None:

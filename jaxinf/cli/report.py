@@ -177,8 +177,6 @@ def _summary(runs: Mapping[str, Logs]) -> list[list[str]]:
     return [row for row in rows if any(row[1:])]
 
 
-# --- figures -------------------------------------------------------------------------
-
 _PHASES = (
     "Seconds in which some thread read, wrote, updated or waited, or programs ran; "
     "they overlap. Dots: the whole step."

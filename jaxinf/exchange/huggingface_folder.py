@@ -147,8 +147,6 @@ def _problem(array: SourceArray | None, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-# --- exports --------------------------------------------------------------------------
-
 _CLASS_HEADS = ("score/kernel", "classifier/kernel", "head/classifier/kernel")
 
 

@@ -169,8 +169,6 @@ def _format_object(value: bytes | None) -> str:
     return f"{num_bytes} bytes ({format_bytes(num_bytes)}) of CRC-32C {checksum}"
 
 
-# --- exports -------------------------------------------------------------------------
-
 MANIFEST = "export.json"
 """The last object."""
 
@@ -360,9 +358,6 @@ def check_exports(url: str, step: int) -> None:
         )
     document = {"format": "jaxinf exports", "format_version": 1}
     ObjectStore(url).put("exports.json", seal(document))
-
-
-# --- out of an export ---------------------------------------------------------------
 
 
 def export_source(url: str, memory_bytes: int = TRANSIT_BYTES) -> CopySource:

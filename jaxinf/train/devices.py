@@ -94,9 +94,6 @@ def place_arrays(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-# --- processes -----------------------------------------------------------------------
-
-
 def connect_processes(launch: str) -> None:
     """Connects the processes of a run; blocks until all are there, or as long as JAX.
 

@@ -251,8 +251,6 @@ class _TrainingRun:
         self._console.print(f"step {self.step}: checkpoint {name}")
         self._num_checkpointed_updates = self._num_updates
 
-    # --- evaluation ----------------------------------------------------------------
-
     @functools.cached_property
     def _evaluator(self) -> Callable[[PyTree], Evaluation]:
         """Made at the first evaluation, in the memory that training has left then."""
@@ -284,8 +282,6 @@ class _TrainingRun:
             self._console.print(f"step {self.step}: checkpoint {BEST}")
             self._best = BestCheckpoint(self._num_updates, loss)
         return evaluation
-
-    # --- the end -------------------------------------------------------------------
 
     def finish(self) -> int:
         """Evaluates, prints the results, and waits for exports; the exit status."""

@@ -28,9 +28,6 @@ _FREE = ("learning_rate", "weight_decay", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args", "ema", "micro_batches")
 
 
-# --- what a commit says --------------------------------------------------------------
-
-
 def initial_payload(config: TrainConfig) -> dict[str, JsonValue]:
     """Returns the payload of a new store's step 0: the model, as an export needs it."""
     model = config.model_config
@@ -63,9 +60,6 @@ def step_payload(identity: Mapping[str, Any], step: int) -> dict[str, JsonValue]
     loader: dict[str, JsonValue] = {**_LOADER, "state": {"next_index": step}}
     examples = step * identity["settings"]["batch_size"]
     return {**identity, "step": step, "examples": examples, "loader": loader}
-
-
-# --- checks --------------------------------------------------------------------------
 
 
 def check_processes_agree(identity: Mapping[str, Any], group: Group) -> None:

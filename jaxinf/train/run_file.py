@@ -74,9 +74,6 @@ def _parse_words(
     return tyro.cli(TrainConfig, prog=prog, args=words, default=default)
 
 
-# --- reading -------------------------------------------------------------------------
-
-
 def read_run_file(path: Path) -> TrainConfig:
     """Reads a run's file, or says what is wrong with it; blocks."""
     try:
@@ -129,9 +126,6 @@ def _command_line(values: Mapping[str, Any]) -> list[str]:
         else:
             words += [f"--{name}={item}" for item in items]
     return words
-
-
-# --- writing -------------------------------------------------------------------------
 
 
 def format_run(config: TrainConfig) -> str:

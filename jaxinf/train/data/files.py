@@ -91,9 +91,6 @@ def _format_of(path: Path) -> str:
     return kind if is_text or kind == "parquet" else "none"
 
 
-# --- records -------------------------------------------------------------------------
-
-
 class Record(NamedTuple):
     """One record.
 

@@ -90,9 +90,6 @@ class TrainingData:
     seq_len: int = 0
 
 
-# --- many examples -------------------------------------------------------------------
-
-
 def all_learned(tokens: Array) -> Array:
     """Returns True for each token, without memory."""
     return np.broadcast_to(np.True_, tokens.shape)
@@ -132,9 +129,6 @@ def fingerprint(parts: Sequence[Encoded]) -> str:
         if part.token_types is not None:
             digest.update(part.token_types.data)
     return digest.hexdigest()
-
-
-# --- rows ----------------------------------------------------------------------------
 
 
 def make_windows(parts: Sequence[Encoded], seq_len: int, *, is_causal: bool) -> Rows:

@@ -166,8 +166,6 @@ class _Reader:
         assert self.first is not None
         return self.first.kind
 
-    # --- reading ---------------------------------------------------------------------
-
     def find(self, names: Sequence[str]) -> list[Path]:
         """Returns the files of names, by default those of the standard library."""
         files, others = find_files(names) if names else (standard_library_files(), [])
@@ -249,8 +247,6 @@ class _Reader:
         joined = np.concatenate([prompt, ids])
         is_learned = learn_all | (np.arange(joined.size) >= prompt.size)
         return (Encoded(joined, is_learned),)
-
-    # --- rows ------------------------------------------------------------------------
 
     def sort_and_cut(self, encoded: _Examples, flag: str, seq_len: int) -> _Examples:
         """Sorts examples; leaves out those whose answers begin after the cut."""
