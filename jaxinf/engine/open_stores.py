@@ -184,7 +184,10 @@ def _open_locked(
 def _parse_options(path: Path, arguments: Mapping[str, Any]) -> StoreOptions:
     options = dict(arguments)
     if "csds" in arguments:
-        options["csds"] = tuple(map(_process_root, arguments["csds"]))
+        number = str(all_processes("program").number)
+        roots = [os.fspath(root) for root in arguments["csds"]]
+        roots = [_absolute(root.replace("{process}", number)) for root in roots]
+        options["csds"] = tuple(roots)
     if isinstance(arguments.get("csd"), str):
         options["csd"] = parse_csd(arguments["csd"])
     if "memory_bytes" in arguments:
@@ -192,28 +195,19 @@ def _parse_options(path: Path, arguments: Mapping[str, Any]) -> StoreOptions:
     return StoreOptions(path, **options)
 
 
-def _process_root(root: PathLikeStr) -> Path:
-    """Returns a CSD root of this process; see `open_store`."""
-    number = str(all_processes("program").number)
-    return _absolute(os.fspath(root).replace("{process}", number))
-
-
 def _check_same_options(
     engine: Engine, options: StoreOptions, names: Collection[str]
 ) -> None:
-    current = engine.options
     roots = engine.files.directory.manifest.csds if engine.has_files else None
     for name in names:
-        value = getattr(options, name)
-        if getattr(current, name) == value:
-            continue
-        if name == "csds" and tuple(map(str, value)) == roots:
-            continue
-        raise ValueError(
-            f"{options.path}: {name}={value!r}: the store is open in this process with "
-            f"{name}={getattr(current, name)!r}, and a path has one store; leave it "
-            f"out, or close the store first (jaxinf.close({str(current.path)!r}))"
-        )
+        value, current = getattr(options, name), getattr(engine.options, name)
+        are_its_roots = name == "csds" and tuple(map(str, value)) == roots
+        if value != current and not are_its_roots:
+            raise ValueError(
+                f"{options.path}: {name}={value!r}: the store is open in this process "
+                f"with {name}={current!r}, and a path has one store; leave it out, or "
+                f"close the store first (jaxinf.close({str(engine.path)!r}))"
+            )
 
 
 def _open_at(path: Path) -> Store | None:

@@ -71,9 +71,9 @@ def load_step(
     def write() -> None:
         steps.begin_overwrite()
         for leaf, number, array in arrays:
-            for origin, values in _held_boxes(files, array):
-                _write_box(files, values, leaf=leaf, state=number, origin=origin)
-                del values  # frees a deferred leaf before the next is read
+            shards = shards_with_origin(np.asarray(array) if group.is_alone else array)
+            while shards:  # no other reference, as a deferred leaf may follow
+                _write_shard(files, *shards.pop(), leaf=leaf, state=number)
             files.mover.drain()
 
     with engine.binding_lock, steps.paused():
@@ -175,19 +175,10 @@ def _match_states(
     return arrays, scalars
 
 
-def _held_boxes(
-    files: StoreFiles, array: Any
-) -> Iterator[tuple[tuple[int, ...], Array]]:
-    """Yields origin and values of the whole array, or of this process's shards."""
-    shards = shards_with_origin(np.asarray(array) if files.group.is_alone else array)
-    while shards:
-        yield shards.pop()  # and keeps no reference
-
-
-def _write_box(
-    files: StoreFiles, values: Array, *, leaf: int, state: int, origin: Sequence[int]
+def _write_shard(
+    files: StoreFiles, origin: Sequence[int], values: Array, *, leaf: int, state: int
 ) -> None:
-    """Encodes and writes a box of a leaf's state; blocks until it is in buffers."""
+    """Encodes and writes a shard of a leaf's state; blocks until it is in buffers."""
     record = files.leaves[leaf].states[state]
     stores = tuple(range(state, state + len(record.stored)))
 

@@ -110,16 +110,12 @@ class Store:
                 raise
 
     def _last_commit(self) -> CommitRecord:
-        self._wait_for_commit()
         engine = self._engine
+        engine.health.check()
         if not engine.has_files:
             return CommitRecord(step=0, scalar_state=())
+        engine.steps.join()
         return engine.files.commit
-
-    def _wait_for_commit(self) -> None:
-        self._engine.health.check()
-        if self._engine.has_files:
-            self._engine.steps.join()
 
     @property
     def metrics(self) -> StepMetrics | None:
@@ -150,12 +146,11 @@ class Store:
 
         Args:
           like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves; it
-            gives the dtype, and the sharding if it has one. Integers and objects are
+            gives dtypes and, if it has them, shardings. Integers and objects are
             returned as they are; a Python float is refused.
           state: the transform state to wait for, as JAX's dispatch is asynchronous.
-          average: whether to return the params' average instead, or of a schedule-free
-            optimizer optax's `schedule_free_eval_params`; rounded to nearest even if
-            `like` has fewer bits.
+          average: whether to return the params' average, or of a schedule-free
+            optimizer optax's `schedule_free_eval_params`, rounded to nearest even.
 
         Returns:
           A tree like `like`, with a ``jax.Array`` for each leaf of the store.
@@ -177,18 +172,16 @@ class Store:
     def state(self, like: PyTree) -> PyTree:
         """Returns the whole optax state of the last step; the inverse of `Store.load`.
 
-        Waits for the steps in flight that this thread has dispatched. The optimizer
-        must have been bound to the store in this process, by ``tx.init`` or by
-        `jaxinf.stream`.
+        Waits for the steps in flight that this thread has dispatched. An optimizer must
+        be bound to the store in this process, by ``tx.init`` or `jaxinf.stream`.
 
         Args:
           like: a state of the optax transformation that `jaxinf.smart_update` was
-            given, ``plain.init(params)``, or its shapes by ``jax.eval_shape``. It gives
-            the dtypes, and the shardings if it has them.
+            given, ``plain.init(params)``, or its shapes by ``jax.eval_shape``, which
+            gives dtypes and, if it has them, shardings.
 
         Returns:
-          A tree like `like` with a ``jax.Array`` for each leaf. State in fewer bits is
-          decoded.
+          A tree like `like` with a ``jax.Array`` for each leaf, decoded.
 
         Raises:
           StoreMismatchError: `like` has other leaves or shapes than the store.
@@ -203,9 +196,8 @@ class Store:
         Waits for the steps in flight that this thread has dispatched.
 
         Args:
-          like: a tree like the `carry` that ``tx.update`` was given, or what the
-            `carry` of `jaxinf.stream` has returned: arrays, or shapes and dtypes. It
-            gives the shardings if it has them.
+          like: a tree like the `carry` that ``tx.update`` was given, or that the
+            `carry` of `jaxinf.stream` has returned: arrays, or shapes and dtypes.
 
         Returns:
           A tree like `like` with a ``jax.Array`` for each leaf.
@@ -243,13 +235,13 @@ class Store:
             return read_array(files, number, dtype, record.states.index(stored))
 
     def load(self, params: PyTree, opt_state: PyTree, *, step: int) -> None:
-        """Makes params and an optax state the store's step, in one commit; blocks.
+        """Commits params and an optax state as a step of the store; blocks.
 
         For a run that has begun elsewhere, such as with plain optax and Orbax. The
-        store must be at step 0, after ``tx.init(params)``; ``tx.init(params)`` then
-        gives the state to go on with. Updates have the bits of a run that went on; a
-        store in fewer bits rounds state that did not come from such a store. Until the
-        commit the store stays at step 0. In a program of several processes all call it.
+        store must be at step 0, after ``tx.init(params)``, where it stays if the call
+        fails; ``tx.init(params)`` then gives the state to go on with. Updates have the
+        bits of an uninterrupted run; a store in fewer bits rounds state that does not
+        come from such a store. In a program of several processes all call it.
 
         Args:
           params: a tree like the params, or their float32 master.
@@ -276,14 +268,14 @@ class Store:
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:
-        """Pins the last committed step for reading, also during a step.
+        """Pins the last committed step for reading while steps go on.
 
         In a program of several processes all call it, after the same step; each has its
         member's part of that.
 
         Yields:
-          A directory laid out like a slot: a zarr group, an Orbax checkpoint,
-          ``commit.json``. It is removed after the context. No data is copied.
+          A directory of hard links, which is removed after the context: a zarr group,
+          an Orbax checkpoint, ``commit.json``.
 
         Raises:
           ProcessError: another process did not call it after the same step.
@@ -308,14 +300,14 @@ class Store:
         step; if one does not, or fails, none keeps it.
 
         Args:
-          name: name of the checkpoint. By default it is the step's number, since
-            Orbax's CheckpointManager lists numbers; a checkpoint of that number of a
-            run that has gone back is replaced. The latest n of these stay, as
-            `keep_steps` of `open_store` says; a named one stays until it is removed.
+          name: by default the step's number, since Orbax's CheckpointManager lists
+            numbers; it replaces a checkpoint of that number, of a run that has gone
+            back. Of the numbered ones the latest n stay (`keep_steps` of `open_store`);
+            others stay until they are removed.
           state: the transform state to wait for; by default all that this thread has
             dispatched, as JAX's dispatch is asynchronous.
           overwrite: whether to replace a checkpoint of that name, such as ``"best"``.
-            It stays until the new one is complete, and if that fails.
+            It stays until the new one is complete.
 
         Returns:
           The name. The checkpoint is ``STORE/checkpoints/NAME``, an Orbax checkpoint
@@ -346,8 +338,9 @@ class Store:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""
-        self._wait_for_commit()
-        return list_checkpoints(self._engine.directory)
+        directory = self._engine.directory
+        self._engine.steps.join()
+        return list_checkpoints(directory)
 
     def remove_checkpoint(self, name: str) -> None:
         """Removes a checkpoint and frees its space.
@@ -400,11 +393,10 @@ class Store:
     def close(self) -> None:
         """Closes the store. Idempotent.
 
-        Closing waits for steps under way, commits, and releases the lock. JAX computes
-        asynchronously, so it waits until all dispatched steps have arrived. Ctrl-C ends
-        that wait, and steps that have not arrived are lost. A step that has begun but
-        whose update is not finished is abandoned. An export under way is waited for; it
-        is given up by Ctrl-C, or if an exception is being handled.
+        It waits until all steps that JAX has dispatched have arrived, commits, and
+        releases the lock. Ctrl-C ends the wait; steps that have not arrived are lost.
+        A step whose update is not finished is abandoned. An export under way is waited
+        for, unless an exception is being handled, and given up by Ctrl-C.
 
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
