@@ -127,7 +127,7 @@ class UpdateRig:
         def piece(state: int, slot: Slot) -> Piece:
             extent = layout.extents[state]
             return Piece(
-                files.directory.chunk_file(slot, layout.file(state)),
+                files.directory.chunk_path(slot, layout.file(state)),
                 extent.file_offset_bytes,
                 page_ceil(extent.num_bytes),
             )

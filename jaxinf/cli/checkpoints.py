@@ -37,11 +37,11 @@ from jaxinf.exchange import (
 )
 from jaxinf.store import (
     CopySource,
-    all_members,
     list_checkpoints,
-    remove_whole,
-    restore_whole,
-    save_whole,
+    open_members,
+    remove_members_checkpoints,
+    restore_members_checkpoint,
+    save_members_checkpoint,
     store_source,
 )
 from jaxinf.terminal import format_bytes, make_console
@@ -56,7 +56,7 @@ class Save:
     name: Annotated[tyro.conf.Positional[str | None], option("[NAME]")] = None
 
     def run(self) -> None:
-        print(*save_whole(self.store, self.name), sep="\n")
+        print(*save_members_checkpoint(self.store, self.name), sep="\n")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class List:
     json: Switch = False
 
     def run(self) -> None:
-        infos = list_checkpoints(*all_members(self.store))
+        infos = list_checkpoints(*open_members(self.store))
         if self.json:
             print(json.dumps([asdict(info) for info in infos], indent=1))
             return
@@ -91,7 +91,7 @@ class Remove:
     def run(self) -> None:
         if not self.names:
             raise UsageError("remove: name the checkpoints to remove")
-        remove_whole(self.store, self.names)
+        remove_members_checkpoints(self.store, self.names)
         for name in self.names:
             print(f"removed {printable(name)}", file=sys.stderr)
 
@@ -108,7 +108,9 @@ class Restore:
 
     def run(self) -> None:
         discards = self.discard_current
-        record = restore_whole(self.store, self.name, discard_current=discards)
+        record = restore_members_checkpoint(
+            self.store, self.name, discard_current=discards
+        )
         step = record.step
         print(f"{self.store}: at step {step} again; the next run goes on from there")
 

@@ -13,13 +13,13 @@ from jaxinf.errors import ProcessError, StoreFormatError, printable
 from jaxinf.store import (
     CommittedStep,
     StoreDirectory,
-    agreed_step,
+    agree_on_step,
     find_members,
-    held_steps,
     is_run,
-    look_at_store,
     member_name,
     missing_members,
+    open_for_reading,
+    read_held_steps,
     readable_step,
 )
 from jaxinf.terminal import make_console
@@ -29,7 +29,7 @@ _FAILED, _UNSEEN = 1, 2
 
 @contextlib.contextmanager
 def open_committed(path: Path) -> Iterator[tuple[StoreDirectory, CommittedStep]]:
-    with readable_step(look_at_store(path)) as step:
+    with readable_step(open_for_reading(path)) as step:
         print_warning(path, step)
         yield StoreDirectory(path, step.manifest), step
 
@@ -55,7 +55,7 @@ def for_each_member(
     members, errors = list[StoreDirectory](), dict[str, StoreFormatError]()
     for member_path in find_members(path):
         try:
-            members.append(look_at_store(member_path))
+            members.append(open_for_reading(member_path))
         except StoreFormatError as error:  # a drive is gone
             errors[member_path.name] = error
     if not members:
@@ -78,7 +78,7 @@ def for_each_member(
 
 def _describe_agreement(members: Sequence[StoreDirectory]) -> str:
     try:
-        step = agreed_step([held_steps(member) for member in members])
+        step = agree_on_step([read_held_steps(member) for member in members])
     except ProcessError as error:
         return str(error)
     agreed = "no step yet" if step is None else f"step {step.step}"

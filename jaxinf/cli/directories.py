@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinf.errors import StoreError
-from jaxinf.store import over
+from jaxinf.store import map_in_threads
 from jaxinf.terminal import format_bytes, format_count
 from jaxinf.transfer import (
     PAGE_BYTES,
@@ -233,5 +233,5 @@ def _transfer_blocks(
         idle.append(array)
         return num_bytes
 
-    blocks = over(range(num_blocks), transfer_block, _NUM_THREADS)
+    blocks = map_in_threads(range(num_blocks), transfer_block, _NUM_THREADS)
     yield from (num_bytes for _, num_bytes in blocks)

@@ -128,7 +128,7 @@ def _leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
 
 
 def _drives(directory: StoreDirectory) -> Iterator[dict[str, Any]]:
-    num_chunks = Counter(chunk.csd for chunk in directory.manifest.held())
+    num_chunks = Counter(chunk.csd for chunk in directory.manifest.held_chunks())
     roots = directory.manifest.csds or (str(directory.path),)
     chunk_bytes = required_bytes(directory, num_steps=1)
     for csd, folder in enumerate(directory.csd_directories):
@@ -146,7 +146,7 @@ def _disk_bytes(directory: StoreDirectory) -> int:
     """Counts the blocks of both slots in bytes; a file in both counts once."""
     sizes: dict[tuple[int, int], int] = {}
     for slot in SLOTS:
-        for root in directory.folders(slot):
+        for root in directory.step_roots(slot):
             for folder, _, files in os.walk(root):
                 for file in files:
                     # A writer may have renamed the file.

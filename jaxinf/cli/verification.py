@@ -21,9 +21,9 @@ from jaxinf.store import (
     CommittedStep,
     Damage,
     StoreDirectory,
-    check_exists,
+    check_checkpoint_exists,
     checkpoint_names,
-    left_by_copy,
+    find_leftover_copy,
     step_bytes,
     verify_step,
 )
@@ -46,7 +46,7 @@ class Verify:
     json: Switch = False
 
     def run(self) -> int:
-        if left := left_by_copy(self.store):
+        if left := find_leftover_copy(self.store):
             make_console(sys.stderr).print(
                 f"warning: {left}: what a copy has made or replaced that was "
                 "interrupted, or goes on; give its command again, which completes it"
@@ -64,7 +64,7 @@ class Verify:
                 if place.exists():  # a run may have removed a checkpoint meanwhile
                     damages[title] = [replace(d, file=_in_slot(d.file)) for d in found]
                 elif self.checkpoint is not None:
-                    check_exists(directory, self.checkpoint)
+                    check_checkpoint_exists(directory, self.checkpoint)
             num_bytes = step_bytes(directory)
         if self.json:
             steps = [
@@ -85,7 +85,7 @@ def _steps(
     if name is None:
         yield f"step {step.commit.step}, committed", step.path
     else:
-        check_exists(directory, name)
+        check_checkpoint_exists(directory, name)
     for checkpoint in names:
         yield f"checkpoint {checkpoint}", directory.path / "checkpoints" / checkpoint
 

@@ -36,8 +36,8 @@ from jaxinf.store import (
     checkpoint_names,
     create_store,
     discard_store,
+    open_for_writing,
     other_slot,
-    read_owned,
     save_checkpoint,
 )
 from jaxinf.transfer import translated
@@ -132,7 +132,7 @@ def _create_files(
 ) -> StepRunner:
     options, leftover = engine.options, None
     if engine.store_lock is not None and has_store(options.path):
-        leftover = read_owned(options.path, unmade=True)
+        leftover = open_for_writing(options.path, unmade=True)
     roots = () if leftover is None else leftover.manifest.csds
     directory = plan_store(options, engine.group, description, roots)
     if leftover is not None:

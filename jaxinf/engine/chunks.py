@@ -36,7 +36,7 @@ _Parts: TypeAlias = dict[int, tuple[int, int]]
 
 
 class ChunkTable:
-    """The chunk files of a store, by number in `Manifest.held`. Thread-safe.
+    """The chunk files of a store, by number in `Manifest.held_chunks`. Thread-safe.
 
     Args:
       checksums: checksums of the committed step's chunks, by array name; empty for a
@@ -53,13 +53,13 @@ class ChunkTable:
         self.target: Slot = target
         # Plain arrays, since NumPy's take several times as long to index, and every
         # step indexes them for thousands of leaves.
-        held = directory.manifest.held()
+        held = directory.manifest.held_chunks()
         self._lengths = array("q", (file.num_bytes for file in held))  # no padding
         self._sums = array("I")
         self._names: list[tuple[str, int]] = []  # of arrays, with their chunks' number
         for name, leaf, _ in directory.manifest.arrays():
-            self._names.append((name, len(leaf.held)))
-            self._sums.extend(checksums.get(name, [0] * len(leaf.held)))
+            self._names.append((name, len(leaf.held_numbers)))
+            self._sums.extend(checksums.get(name, [0] * len(leaf.held_numbers)))
         self._is_working = bytearray(len(self._sums))
         self._is_linked = bytearray(len(self._sums))
         self._is_in_memory = bytearray(len(self._sums))
@@ -130,7 +130,7 @@ class ChunkTable:
                     actual = self._combine(entry, parts)
         if actual not in (None, expected):
             file = layout.file(state)
-            path = self._directory.chunk_file(slot, file)
+            path = self._directory.chunk_path(slot, file)
             raise corrupt_chunk(path, file, expected, actual, when)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
@@ -173,7 +173,7 @@ class ChunkTable:
             file = self._directory.prepare_write(
                 self.target,
                 layout.file(state),
-                keeps=entry in self._prepared or bool(self._is_working[entry]),
+                keeps_content=entry in self._prepared or bool(self._is_working[entry]),
             )
             self._prepared.add(entry)
         return file
@@ -212,7 +212,7 @@ class ChunkTable:
         """Links every chunk that no step has written into the target slot."""
         if all(map(operator.or_, self._is_working, self._is_linked)):
             return
-        for entry, file in enumerate(self._directory.manifest.held()):
+        for entry, file in enumerate(self._directory.manifest.held_chunks()):
             if not self._is_working[entry] and not self._is_linked[entry]:
                 self._directory.link_chunk(self.committed, self.target, file)
                 self._is_linked[entry] = True
@@ -273,7 +273,7 @@ class UnitRunner:
 
     def _read(self, resident: Resident, state: int, slot: Slot) -> Transfer:
         layout = resident.task.layout
-        file = self._directory.chunk_file(slot, layout.file(state))
+        file = self._directory.chunk_path(slot, layout.file(state))
         for_host = not resident.task.runs_kernel
         return Transfer(resident.buffer, layout.extents[state], file, for_host)
 

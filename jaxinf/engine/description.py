@@ -31,12 +31,12 @@ from jaxinf.store import (
     Shards,
     StateRecord,
     StoreDirectory,
+    apply_formats,
     check_leaf_paths,
-    coded_leaf,
     deal_to_members,
     dtype_of,
     encode_path,
-    lay_out,
+    place_chunks,
     store_formats,
 )
 from jaxinf.typing import AVERAGE
@@ -110,15 +110,16 @@ def plan_store(
     leaves = []
     for leaf in description.contents.leaves:
         grid = choose_grid(leaf.shape, shard_counts=leaf.shard_counts or None)
-        leaves.append(coded_leaf(replace(leaf, chunk_shape=grid.chunk_shape), formats))
+        gridded = replace(leaf, chunk_shape=grid.chunk_shape)
+        leaves.append(apply_formats(gridded, formats))
     coded = replace(description.contents, leaves=tuple(leaves))
     roots = [str(root) for root in options.csds] or default_roots
     if group.is_alone:
-        return StoreDirectory(options.path, lay_out(coded, roots))
+        return StoreDirectory(options.path, place_chunks(coded, roots))
     shards = [leaf.shards for leaf in description.leaves]
     owners = deal_to_members(coded.leaves, group.count, shards)
     member = Member(group.session, group.number, group.count)
-    manifest = lay_out(coded, roots, member=member, owners=owners)
+    manifest = place_chunks(coded, roots, member=member, owners=owners)
     return StoreDirectory(options.path, manifest)
 
 
@@ -194,7 +195,7 @@ def kernel_needs(description: StoreDescription, manifest: Manifest) -> list[Kern
             codecs=tuple(
                 state.codec
                 for state in record.states
-                if not state.is_beside and state.name != ERROR_FEEDBACK
+                if not state.is_companion and state.name != ERROR_FEEDBACK
             ),
             dtype=leaf.device_dtype,
             gradients=leaf.gradients,
@@ -229,7 +230,7 @@ def _format_error(path: Path, name: str, wanted: str, found: str | None) -> Exce
 
 def _has_other_formats(manifest: Manifest, formats: Formats) -> bool:
     """Whether a leaf has another format; small leaves suit every format."""
-    return any(leaf != coded_leaf(leaf, formats) for leaf in manifest.leaves)
+    return any(leaf != apply_formats(leaf, formats) for leaf in manifest.leaves)
 
 
 def check_description(

@@ -17,7 +17,7 @@ from jaxinf.exchange import (
     url_of_step,
 )
 from jaxinf.processes import Group, is_interrupt_kept
-from jaxinf.store import StoreDirectory, files_beside, pinned_step
+from jaxinf.store import StoreDirectory, pinned_step, read_files_beside
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -80,7 +80,7 @@ class Exports:
             with pinned_step(directory) as pinned:
                 pinned.check()
                 options = ExportOptions(least_memory(pinned.manifest), stop=self.stop)
-                export_url(pinned, url, beside=files_beside(path), options=options)
+                export_url(pinned, url, beside=read_files_beside(path), options=options)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             goes_on = "" if self.stop.is_set() else "; training goes on"

@@ -35,18 +35,18 @@ from jaxinf.store import (
     StepId,
     StoreDirectory,
     StoreLock,
-    agreed_step,
+    agree_on_step,
     check_never_committed,
     find_members,
     find_step,
-    held_steps,
+    go_to_step,
     is_unfinished,
     lock_exclusively,
+    open_for_writing,
     package_versions,
-    read_owned,
+    read_held_steps,
     restore_checkpoint,
     take_over,
-    to_step,
 )
 from jaxinf.typing import JsonValue
 
@@ -173,13 +173,13 @@ def _open_existing(engine: Engine, common_step: StepId | None) -> StepRunner | N
     if not engine.group.is_alone:
         directory = StoreDirectory.open(path)
         directory.lock = lock
-        to_step([directory], common_step)
+        go_to_step([directory], common_step)
     with lock_exclusively(path / "checkpoints.lock"):
         if is_unfinished(path):
             _check_restorable(engine)
-            check_never_committed(read_owned(path, unmade=True))
+            check_never_committed(open_for_writing(path, unmade=True))
             return None
-        directory = read_owned(path)
+        directory = open_for_writing(path)
         directory.lock = lock
         _check_member(directory, engine.group)
         check_formats(options, directory.manifest)
@@ -217,7 +217,7 @@ def _member_summary(path: Path, group: Group, restore: str | None) -> JsonValue:
     return {
         **contents_summary(directory.manifest),
         "run": member.run,
-        "steps": list(held_steps(directory)),
+        "steps": list(read_held_steps(directory)),
         "restore": restored,
     }
 
@@ -248,7 +248,7 @@ def _common_step(group: Group, path: Path, summaries: Sequence[Any]) -> StepId |
         restore="the commit of the checkpoint to restore",
     )
     try:
-        return agreed_step(steps, path.parent)  # the run's path, which commands take
+        return agree_on_step(steps, path.parent)  # the run's path, which commands take
     except ProcessError:
         if summaries[0]["restore"] is not None:
             return None

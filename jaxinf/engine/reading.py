@@ -34,7 +34,7 @@ from jaxinf.store import (
     StepReader,
     dtype_of,
     leaf_name,
-    over,
+    map_in_threads,
     schedule_free_params,
 )
 from jaxinf.transfer import MACHINE_MEMORY_BYTES
@@ -62,12 +62,12 @@ class StateReader(StepReader):
             drives=[str(folder) for folder in directory.csd_directories],
         )
 
-    def place_of(self, one: ChunkFile) -> Path:
+    def root_of(self, chunk: ChunkFile) -> Path:
         """Returns the directory of the slot that has a chunk's newest version."""
-        state = one.leaf.states.index(one.state)
-        entry = self._files.subgroups.entry(one.number, one.chunk, state)
+        state = chunk.leaf.states.index(chunk.state)
+        entry = self._files.subgroups.entry(chunk.leaf_number, chunk.number, state)
         slot = self._files.chunks.newest_slot(entry)
-        return self._files.directory.data_paths(slot)[one.csd]
+        return self._files.directory.chunk_roots(slot)[chunk.csd]
 
     def visit_pieces(
         self,
@@ -82,7 +82,7 @@ class StateReader(StepReader):
 
         Args:
           dtype: the dtype of the pieces' values.
-          into: targets, as for `StepReader.stored`; used if the state has that dtype.
+          into: targets, as for `stored_pieces`; used if the state has that dtype.
 
         Raises:
           StoreError: the drive failed, or a chunk is damaged, perhaps only after its
@@ -94,12 +94,14 @@ class StateReader(StepReader):
 
         def visit_chunk(chunk: int) -> None:
             file = ChunkFile(leaf, record, state_record, chunk)
-            pieces = self.stored(file, into=into) if is_stored else self.pieces(file)
+            pieces = self.decoded_pieces(file)
+            if is_stored:
+                pieces = self.stored_pieces(file, into=into)
             for piece in pieces:
                 visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 
         try:
-            for _ in over(chunks, visit_chunk, self.num_threads):
+            for _ in map_in_threads(chunks, visit_chunk, self.num_threads):
                 pass
         except StoreError as error:
             files.health.fail(error)

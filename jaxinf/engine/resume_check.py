@@ -71,7 +71,7 @@ class ResumeCheck:
                 chunk = record.grid.chunks()[number]
                 values = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
                 checksum = crc32c(np.ascontiguousarray(values))
-                return checksum != checksums[record.places[number]]
+                return checksum != checksums[record.positions[number]]
 
             chunks = [*filter(differs, chunks)]
         tolerance = commit.inexact.get(record.name, 0.0)

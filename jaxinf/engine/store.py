@@ -225,7 +225,7 @@ class Store:
         """
         record = find_leaf(self._manifest, state, leaf)
         stored = record.state(state)
-        if stored.is_beside:
+        if stored.is_companion:
             raise ValueError(
                 f"leaf {leaf}: {state} is a part of {stored.base_name}; read that"
             )

@@ -21,10 +21,10 @@ from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
     Subgroup,
-    covers,
+    chunks_of_box,
+    cut_subgroups,
     gather,
     scatter,
-    subgroups,
 )
 from jaxinf.store import (
     ERROR_FEEDBACK,
@@ -59,7 +59,7 @@ class SubgroupLayout:
     state_names: tuple[str, ...]  # scales have that of the state that they scale
     extents: tuple[Extent, ...]
     record: LeafRecord = field(compare=False)
-    entries: Sequence[int] = field(compare=False)  # of its chunk in `Manifest.held`
+    entries: Sequence[int] = field(compare=False)  # of `Manifest.held_chunks`
 
     @property
     def key(self) -> Subgroup:
@@ -229,10 +229,10 @@ class SubgroupTable:
         layouts, first = [], 0
         for leaf, record in enumerate(self.leaves):
             chunks: list[list[SubgroupLayout]] = [[] for _ in record.csds]
-            leaf_unit, num_held = _unit_elements(record), len(record.held)
+            leaf_unit, num_held = _unit_elements(record), len(record.held_numbers)
             last = first + num_held * len(record.states)
-            for each in subgroups(leaf, record.grid, record.csds, limit, leaf_unit):
-                place = record.places[each.chunk]
+            for each in cut_subgroups(leaf, record.grid, record.csds, limit, leaf_unit):
+                place = record.positions[each.chunk]
                 if place >= 0:
                     entries = range(first + place, last, num_held)
                     run = each.offset_elements, each.num_elements
@@ -268,7 +268,7 @@ class SubgroupTable:
         """Returns the numbers of the held chunks of a box, which may not cut one."""
         record = self.leaves[leaf]
         try:
-            chunks = covers(record.grid, tuple(origin), tuple(extent))
+            chunks = chunks_of_box(record.grid, tuple(origin), tuple(extent))
         except ValueError as error:
             raise StoreMismatchError(
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
@@ -281,10 +281,10 @@ class SubgroupTable:
             ) from error
         if record.is_whole:
             return chunks
-        return [number for number in chunks if record.places[number] >= 0]
+        return [number for number in chunks if record.positions[number] >= 0]
 
     def entry(self, leaf: int, chunk: int, state: int) -> int:
-        """Returns the number of a held chunk of a state in `Manifest.held`."""
+        """Returns the number of a held chunk of a state in `Manifest.held_chunks`."""
         return self._layouts[leaf][chunk][0].entries[state]
 
     def has_whole_chunks(

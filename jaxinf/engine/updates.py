@@ -32,7 +32,7 @@ from jaxinf.engine.store_files import StoreFiles
 from jaxinf.engine.subgroup_table import Move, SubgroupLayout, SubgroupTable
 from jaxinf.errors import NonFiniteScalarError, StoreMismatchError
 from jaxinf.kernels import scalars_used, specialise, state_read
-from jaxinf.layout import covers, rounding_of_chunk, target_view
+from jaxinf.layout import chunks_of_box, rounding_of_chunk, target_view
 from jaxinf.program import Kernel, LeafInputs
 from jaxinf.store import ERROR_FEEDBACK, ScalarState, dtype_of
 from jaxinf.transfer import Task
@@ -221,7 +221,7 @@ class LeafUpdate:
             return layout.gather(gradient, origin)
         subgroup = layout.subgroup
         record = self._files.leaves[subgroup.leaf]
-        numbers = covers(record.grid, tuple(origin), gradient.shape)
+        numbers = chunks_of_box(record.grid, tuple(origin), gradient.shape)
         chunks = record.grid.chunks()
         if tuple(gradient.lengths) != tuple(chunks[n].num_elements for n in numbers):
             raise StoreMismatchError(

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxinf.documents import MOST_BYTES, decode
 from jaxinf.errors import ExchangeError, StoreIOError
-from jaxinf.layout import LeafGrid, portions
+from jaxinf.layout import LeafGrid, cut_portions
 from jaxinf.transfer import (
     allocate_array,
     read_bounded,
@@ -66,7 +66,7 @@ class TensorLeaf(DeferredArray):
         result = allocate_array(self.shape, self.dtype)
         tensor = result.transpose(np.argsort(self.axes)) if self.axes else result
         with translated("read", source.path), open(source.path, "rb") as stream:
-            for box in portions(grid, _PIECE_BYTES // itemsize):
+            for box in cut_portions(grid, _PIECE_BYTES // itemsize):
                 values = np.empty(box.num_elements, source.dtype)
                 stream.seek(source.offset_bytes + box.offset_elements * itemsize)
                 if stream.readinto(values.view(np.uint8).data) < values.nbytes:

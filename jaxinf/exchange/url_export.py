@@ -5,8 +5,8 @@
 Invariant: memory stays within the budget. A chunk that is there and right is not
   written again, and no other is believed; `MANIFEST` is written when every other has
   been read back. A copy from there uses an object if it is as the manifest says, and a
-  name becomes a path only if it is one of `BESIDE`. No credential, and no part of a URL
-  that may be one, is in an error.
+  name becomes a path only if it is one of `FILES_BESIDE`. No credential, and no part of
+  a URL that may be one, is in an error.
 """
 
 import math
@@ -24,7 +24,8 @@ from jaxinf.documents import Document, first_few
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.params import TRANSIT_BYTES, ExportOptions
 from jaxinf.store import (
-    BESIDE,
+    FILES_BESIDE,
+    Checksum,
     ChunkFile,
     CommitRecord,
     CommittedStep,
@@ -32,9 +33,8 @@ from jaxinf.store import (
     Id,
     Manifest,
     StepReader,
-    Sum,
     check_free_space,
-    over,
+    map_in_threads,
     read_document,
     seal,
     step_documents,
@@ -193,8 +193,8 @@ class ExportManifest(Document, frozen=True):
     format_version: Literal[1]
     store_id: Id
     step: _Count
-    commit: Sum
-    objects: dict[Annotated[str, Meta(max_length=4096)], tuple[_Count, Sum]]
+    commit: Checksum
+    objects: dict[Annotated[str, Meta(max_length=4096)], tuple[_Count, Checksum]]
 
     @classmethod
     def read(cls, place: ObjectStore) -> "ExportManifest | None":
@@ -253,7 +253,7 @@ def export_url(
       StoreError: the step cannot be read.
     """
     manifest, options = step.manifest, options or ExportOptions()
-    place, chunks = ObjectStore(url, options.stop), list(manifest.held())
+    place, chunks = ObjectStore(url, options.stop), list(manifest.held_chunks())
     num_threads = _num_threads(manifest, options.memory_bytes)
     record, carry = seal(step.commit.to_json()), step.commit.carry
     contents = without_csds(manifest)
@@ -274,7 +274,7 @@ def export_url(
 
         def put_chunk(chunk: ChunkFile) -> tuple[tuple[int, str], bool]:
             """Writes a chunk with zeros after it, unless the object has these bytes."""
-            pieces = reader.stored(chunk)
+            pieces = reader.stored_pieces(chunk)
             content = b"".join(piece.values.tobytes() for piece in pieces)
             content = content.ljust(chunk.file_bytes, b"\0")
             is_kept = chunk.name in names and place.read(chunk.name) == content
@@ -282,7 +282,8 @@ def export_url(
                 place.put(chunk.name, content)
             return checksum_of(content), is_kept
 
-        for chunk, (checksum, is_kept) in over(chunks, put_chunk, num_threads):
+        results = map_in_threads(chunks, put_chunk, num_threads)
+        for chunk, (checksum, is_kept) in results:
             objects[chunk.name] = checksum
             num_kept += is_kept
             done_bytes += chunk.file_bytes
@@ -381,12 +382,13 @@ def export_source(url: str, memory_bytes: int = TRANSIT_BYTES) -> CopySource:
     commit = CommitRecord.read(where, read("commit.json"))
     commit.check_fits(where, manifest)
     step = CommittedStep(Path(place.where), manifest, commit, (), fetch=read)
-    chunks = {chunk.name for chunk in manifest.held()}
+    chunks = {chunk.name for chunk in manifest.held_chunks()}
     carried = {leaf.chunk for leaf in commit.carry}
     for name in sorted((chunks | carried) - listed.keys()):
         read(name)  # raises
-    others = over(sorted(listed.keys() - chunks), read, _MAX_THREADS)  # all are checked
-    beside = {name: content for name, content in others if BESIDE.fullmatch(name)}
+    names = sorted(listed.keys() - chunks)
+    others = map_in_threads(names, read, _MAX_THREADS)  # all are checked
+    beside = {name: content for name, content in others if FILES_BESIDE.fullmatch(name)}
     return CopySource(
         place.where,
         [manifest],

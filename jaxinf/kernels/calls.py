@@ -58,7 +58,7 @@ class Checksums:
 def stored_arrays(states: Iterable[Array | CodedSlot]) -> list[Array]:
     """Returns the arrays of params and slots as a drive stores them, in order."""
     pairs = (
-        (state.codes, state.beside) if isinstance(state, CodedSlot) else (state, None)
+        (state.codes, state.companion) if isinstance(state, CodedSlot) else (state,)
         for state in states
     )
     return [array for pair in pairs for array in pair if array is not None]

@@ -19,15 +19,15 @@ from jaxinf.layout.grid import (
     Chunk,
     LeafGrid,
     choose_grid,
-    covers,
+    chunks_of_box,
     shared_grid,
 )
 from jaxinf.layout.runs import (
     ChunkBox,
     box_runs,
+    cut_portions,
     gather,
-    portions,
     scatter,
     target_view,
 )
-from jaxinf.layout.subgroups import Subgroup, deal, subgroups
+from jaxinf.layout.subgroups import Subgroup, cut_subgroups, deal_chunks

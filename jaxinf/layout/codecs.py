@@ -1,9 +1,9 @@
-"""Codecs for state in fewer bits, in NumPy, and their arrays.
+"""Codecs that keep float32 state in fewer bits, in NumPy.
 
 Invariant: the numbers are those of ``native/cpp/codecs.hpp``, bit for bit;
-docs/format.md, "Codecs", defines them. A chunk's scales are one chunk of their own
-array, as many whole pages, so that any run of whole blocks' scales that starts on a
-page can be read directly.
+docs/format.md, "Codecs", defines them. A chunk's scales are one chunk of an array of
+their own, in whole pages, so that a run of them that starts on a page can be read
+directly.
 """
 
 import math
@@ -32,76 +32,64 @@ _TINY = np.finfo(np.float32).tiny
 class CodedSlot:
     """The stored form of a kernel's float32 slot, or of the master params.
 
-    Attributes:
-      codes: ``(n,)``: uint8 with scales, bfloat16 without.
-      beside: the array that is stored beside the codes: float32 scales, one for each
-        256 of them; or ``(n,)`` int16 remainders, the differences that rounding to
-        them left, so that decoding is exact. None if only the codes are stored,
-        rounded stochastically.
-      key: seed of the random bits that decide the rounding; None to round to nearest,
-        which gives decoded values their codes again.
-      first: number of the first element in its chunk.
+    Without a key values are rounded to nearest, which gives decoded values their codes
+    again.
     """
 
-    codes: Array
-    beside: Array | None = None
-    key: int | None = 0
-    first: int = 0
+    codes: Array  # ``(n,)``: uint8 with scales, bfloat16 without
+    companion: Array | None = None  # float32, a scale for 256 codes; int16 remainders
+    key: int | None = 0  # seed of the random bits that decide the rounding
+    first: int = 0  # number of the first element in its chunk
 
     @property
     def remainders(self) -> Array | None:
-        """The array of remainders; None if there is another beside, or none."""
-        is_rest = self.beside is not None and self.beside.dtype == np.int16
-        return self.beside if is_rest else None
+        is_split = self.companion is not None and self.companion.dtype == np.int16
+        return self.companion if is_split else None
 
     @property
     def scales(self) -> Array | None:
-        """The array of scales; None if there is another beside, or none."""
-        return self.beside if self.remainders is None else None
+        return self.companion if self.remainders is None else None
 
     def decode(self) -> Array:
-        """``(n,)`` float32; of int8 codes, denormals flushed to zero."""
-        if self.beside is None:
+        """Returns ``(n,)`` float32; of int8 codes, with denormals flushed to zero."""
+        if self.companion is None:
             return self.codes.astype(np.float32)
         decode = decode_int8 if self.remainders is None else decode_split
-        return decode(self.codes, self.beside)
+        return decode(self.codes, self.companion)
 
     def encode(self, values: Array) -> None:
-        """Stores ``(n,)`` float32, or shorter floats, in pieces: it takes copies."""
+        """Writes ``(n,)`` floats of at most 32 bits to its arrays, piece by piece."""
         for start in range(0, values.size, _PIECE_ELEMENTS):
             part = slice(start, start + _PIECE_ELEMENTS)
             self[part]._encode(values[part].astype(np.float32, copy=False))
 
     def _encode(self, values: Array) -> None:
-        if self.beside is None:
+        if self.companion is None:
             self.codes[...] = encode_bf16(values, self.key, self.first)
         elif self.remainders is None:
-            encode_int8(values, self.codes, self.beside, self.key, self.first)
+            encode_int8(values, self.codes, self.companion, self.key, self.first)
         else:
-            encode_split(values, self.codes, self.beside)
+            encode_split(values, self.codes, self.companion)
 
     def __getitem__(self, part: slice) -> "CodedSlot":
-        """Returns elements of it, from a multiple of 256."""
-        start, stop = part.start, part.stop
-        size = CODE_BLOCK if self.remainders is None else 1
-        beside = self.beside
-        if beside is not None:
-            beside = beside[start // size : -(-stop // size)]
-        return CodedSlot(self.codes[start:stop], beside, self.key, self.first + start)
+        """Returns views of some elements, from a multiple of 256 on."""
+        start, stop, companion = part.start, part.stop, self.companion
+        if companion is not None:
+            per_entry = CODE_BLOCK if self.remainders is None else 1
+            companion = companion[start // per_entry : -(-stop // per_entry)]
+        return CodedSlot(
+            self.codes[start:stop], companion, self.key, self.first + start
+        )
 
 
 def encode_int8(
     values: Array, codes: Array, scales: Array, key: int | None, first: int
 ) -> None:
-    """Quantises blocks of 256 by their largest magnitude, rounding stochastically.
+    """Quantises ``(n,)`` float32 in blocks of 256 by their largest magnitude.
 
-    Without a key it rounds to nearest.
-
-    Args:
-      values: ``(n,)`` float32.
-      codes: ``(n,)`` uint8, written.
-      scales: ``(ceil(n / 256),)`` float32, written: the largest magnitude, negative
-        where a value of the block is; NaN where one is not finite or above 2^126.
+    Writes ``(n,)`` uint8 codes and ``(ceil(n / 256),)`` float32 scales: the largest
+    magnitude, negative where a value of the block is; NaN where one is not finite or
+    above 2^126.
     """
     if not values.any():
         codes[...] = 0
@@ -121,8 +109,8 @@ def encode_int8(
         inverse[(np.abs(inverse) < _TINY) | (largest == 0) | is_bad] = 0
         y = sizes * inverse[:, None]
         up = _uniform(first, y.size, key).reshape(y.shape)
-        unsigned = np.where(blocks > 0, np.maximum(_code_of(y, up, 128, 8), 1), 0)
-        signed = np.maximum(_code_of(y, up, 64, 7), 0)
+        unsigned = np.where(blocks > 0, np.maximum(_codes_of(y, up, 128, 8), 1), 0)
+        signed = np.maximum(_codes_of(y, up, 64, 7), 0)
         signed = np.where(blocks < 0, -signed, signed)
         result = np.where(is_signed[:, None], signed, unsigned)
     result[is_bad | (largest == 0)] = 0
@@ -130,7 +118,6 @@ def encode_int8(
 
 
 def decode_int8(codes: Array, scales: Array) -> Array:
-    """Decodes int8 codes: ``(n,)`` float32, denormals flushed to zero."""
     of_unsigned, of_signed = _tables()
     scale = np.repeat(scales, CODE_BLOCK)[: codes.size]
     values = np.where(scale < 0, of_signed[codes], of_unsigned[codes]) * np.abs(scale)
@@ -139,11 +126,7 @@ def decode_int8(codes: Array, scales: Array) -> Array:
 
 
 def encode_bf16(values: Array, key: int | None, first: int) -> Array:
-    """Rounds float32 to bfloat16 stochastically, or to nearest without a key.
-
-    Args:
-      values: ``(n,)`` float32.
-    """
+    """Rounds ``(n,)`` float32 to bfloat16, stochastically; to nearest without a key."""
     bits = values.view(np.uint32)
     random: Array | np.uint32 = np.uint32(0x8000)
     if key is not None:
@@ -156,13 +139,11 @@ def encode_bf16(values: Array, key: int | None, first: int) -> Array:
 
 
 def encode_split(values: Array, codes: Array, remainders: Array) -> None:
-    """Rounds float32 to the nearest bfloat16, ties away from zero, and keeps the rest.
+    """Rounds ``(n,)`` float32 to the nearest bfloat16, ties away from zero.
 
-    Args:
-      values: ``(n,)`` float32. A NaN keeps the upper half of its bits, made quiet; all
-        else comes back to the bit.
-      codes: ``(n,)`` bfloat16, written.
-      remainders: ``(n,)`` int16, written: the bits of `values` less those of `codes`.
+    Writes the codes, and as int16 remainders the bits of `values` less theirs. A NaN
+    keeps the upper half of its bits, made quiet; any other value is decoded to the same
+    bits.
     """
     bits = values.view(np.uint32)
     is_nan = np.isnan(values)
@@ -173,7 +154,6 @@ def encode_split(values: Array, codes: Array, remainders: Array) -> None:
 
 
 def decode_split(codes: Array, remainders: Array) -> Array:
-    """Restores the argument of `encode_split`: ``(n,)`` float32."""
     high = codes.view(np.uint16).astype(np.uint32) << np.uint32(16)
     return (high + remainders.astype(np.int32).view(np.uint32)).view(np.float32)
 
@@ -202,16 +182,20 @@ def _uniform(first: int, count: int, key: int | None) -> Array:
     return random_bits(_counters(first, count), key) * np.float32(1 / 65536)
 
 
-def _code_of(y: Array, up: Array, top: int, decades: int) -> Array:
+def _codes_of(y: Array, up: Array, top: int, num_decades: int) -> Array:
+    """Returns the codes of `y`, from 0 to 1, in a table of `top` in the first decade.
+
+    `up` is added before a code is rounded down.
+    """
     factor = np.ones_like(y)
     count = np.full(y.shape, top, np.int32)
-    for decade in range(1, decades):
+    for decade in range(1, num_decades):
         below = y <= np.float32(f"1e-{decade}")
         factor[below] = np.float32(f"1e{decade}")
         count[below] = top >> decade
     steps = (y * factor - np.float32(0.1)) * np.float32(1.1111112)
     place = steps * count.astype(np.float32) + up
-    # Below its first number a decade goes on in the last one of the next.
+    # Below its first number a decade continues with the last number of the next.
     code = count - 1 + place.astype(np.int32)
     return np.minimum(code, 2 * count - 1)
 
@@ -229,7 +213,7 @@ def _tables() -> tuple[Array, Array]:
 
 
 def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
-    """Returns 32 bits that differ between chunks and between steps."""
+    """Returns a key of 32 bits that differs between chunks and between steps."""
     key = leaf
     for part in (chunk, step):
         key = (key * 0x9E3779B1 + part + 0x7F4A7C15) & 0xFFFFFFFF
@@ -238,17 +222,17 @@ def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
 
 
 def scales_length(grid: LeafGrid) -> int:
-    """Elements of a chunk of scales: whole pages of float32."""
+    """Returns the elements of a chunk of scales: whole pages of float32."""
     num_scales = -(-math.prod(grid.chunk_shape) // CODE_BLOCK)
     return -(-num_scales // _SCALES_A_PAGE) * _SCALES_A_PAGE
 
 
 @lru_cache(maxsize=1 << 12)
 def scale_chunks(grid: LeafGrid) -> tuple[Chunk, ...]:
-    """Returns the scales' chunks, one for each chunk of the leaf, in its order."""
+    """Returns the chunks of scales, one for each chunk of the leaf, in its order."""
     length = scales_length(grid)
-    found = []
+    chunks = []
     for number, chunk in enumerate(grid.chunks()):
         count = -(-chunk.num_elements // CODE_BLOCK)
-        found.append(Chunk((number,), (number * length,), (count,), count, length))
-    return tuple(found)
+        chunks.append(Chunk((number,), (number * length,), (count,), count, length))
+    return tuple(chunks)

@@ -23,41 +23,33 @@ DEFAULT_CHUNK_ELEMENTS = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an array."""
+    """A box of an array."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, index: Sequence[slice] | None, shape: Sequence[int]) -> "Box":
-        """Returns the part at an index; the whole, if there is none."""
+        """Returns the box at an index into an array; without one the whole array."""
         slices = index or [slice(None)] * len(shape)
-        ranges = [range(n)[one] for one, n in zip(slices, shape, strict=True)]
+        ranges = [range(n)[part] for part, n in zip(slices, shape, strict=True)]
         return cls(tuple(r.start for r in ranges), tuple(map(len, ranges)))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The part as an index into the array."""
+        """The index of the box."""
         return box_slices(self.start, self.shape)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One zarr chunk, which is one file, and its block of the leaf.
+    """One zarr chunk, which is one file, and its block of the leaf."""
 
-    Attributes:
-      index: position in the chunk grid, one number a dimension.
-      start: leaf index of the block's first element.
-      extent: shape of the block, clipped to the leaf.
-      num_elements: elements of the block: the prefix of the file that is real.
-      stored_elements: length of the file in elements; beyond the prefix is a hole.
-    """
-
-    index: tuple[int, ...]
-    start: tuple[int, ...]
-    extent: tuple[int, ...]
-    num_elements: int
-    stored_elements: int
+    index: tuple[int, ...]  # position in the chunk grid
+    start: tuple[int, ...]  # leaf index of the block's first element
+    extent: tuple[int, ...]  # shape of the block, clipped to the leaf
+    num_elements: int  # of the block, which is a prefix of the file
+    stored_elements: int  # of the file; after the prefix is a hole
 
     @property
     def key(self) -> str:
@@ -66,7 +58,7 @@ class Chunk:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The block as an index into the whole leaf."""
+        """The index of the block in the leaf."""
         return box_slices(self.start, self.extent)
 
 
@@ -74,17 +66,12 @@ class Chunk:
 class LeafGrid:
     """The regular chunk grid of one leaf.
 
-    Attributes:
-      shape: natural shape of the leaf; () for a 0-d leaf.
-      chunk_shape: the zarr chunk shape, at least 1 in each dimension.
-
-    Raises:
-      ValueError: if the shapes disagree in rank or are out of range, or if the padding
-        of an edge chunk would lie between real elements.
+    Shapes of different ranks or out of range are a ValueError, and so is padding of an
+    edge chunk between real elements.
     """
 
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the leaf
+    chunk_shape: tuple[int, ...]  # at least 1 in each dimension
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
@@ -97,8 +84,8 @@ class LeafGrid:
             )
         if min(self.shape, default=0) < 0 or min(chunk_shape, default=1) < 1:
             raise ValueError(f"{where}: expected lengths >= 0, and of a chunk >= 1")
-        partial = next((d for d, c in enumerate(chunk_shape) if c > 1), 0)
-        for dim in range(partial + 1, len(self.shape)):
+        cut_dim = next((d for d, c in enumerate(chunk_shape) if c > 1), 0)
+        for dim in range(cut_dim + 1, len(self.shape)):
             if self.shape[dim] % chunk_shape[dim]:
                 raise ValueError(
                     f"{where} pads dimension {dim} between real elements, expected "
@@ -121,7 +108,6 @@ class LeafGrid:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the leaf."""
         return math.prod(self.shape)
 
     def chunks(self) -> tuple[Chunk, ...]:
@@ -130,35 +116,26 @@ class LeafGrid:
 
     @cached_property
     def _chunks(self) -> tuple[Chunk, ...]:
-        found, stored_elements = list[Chunk](), math.prod(self.chunk_shape)
+        chunks, stored_elements = list[Chunk](), math.prod(self.chunk_shape)
         for index in itertools.product(*map(range, self.grid_shape)):
             start = tuple(map(operator.mul, index, self.chunk_shape))
             left = map(operator.sub, self.shape, start)
             extent = tuple(map(min, self.chunk_shape, left))
             elements = math.prod(extent), stored_elements
-            found.append(Chunk(index, start, extent, *elements))
-        return tuple(found)
+            chunks.append(Chunk(index, start, extent, *elements))
+        return tuple(chunks)
 
 
 shared_grid = lru_cache(maxsize=1 << 12)(LeafGrid)
-"""Makes a `LeafGrid`; most leaves of a large store have the same one."""
+"""Makes a `LeafGrid`, one for all leaves of the same shapes."""
 
 
-def covers(
+def chunks_of_box(
     grid: LeafGrid, start: tuple[int, ...], extent: tuple[int, ...]
 ) -> list[int]:
-    """Returns the chunks that make up a box of the leaf, such as one shard.
+    """Returns the chunks of a box of a leaf, ascending: positions in `grid.chunks()`.
 
-    Args:
-      grid: the leaf's chunk grid.
-      start: leaf index of the box's first element.
-      extent: shape of the box; an empty box has no chunks.
-
-    Returns:
-      Positions in `grid.chunks()`, ascending.
-
-    Raises:
-      ValueError: if a chunk lies partly inside the box.
+    A chunk that lies partly inside the box is a ValueError; an empty box has no chunks.
     """
     where = f"box at {start} of extent {extent} in a leaf of shape {grid.shape}"
     sides = zip(start, extent, grid.shape, strict=True)
@@ -181,7 +158,7 @@ def covers(
 
 
 def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
-    """Returns the number of a position in an array of a shape, in C order."""
+    """Returns the flat index, in C order, of an index into an array of a shape."""
     offset = 0
     for position, length in zip(index, shape, strict=True):
         offset = offset * length + position
@@ -189,14 +166,13 @@ def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def box_slices(start: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
-    """Returns a box as an index into the whole array."""
+    """Returns the index of a box of an array."""
     return tuple(slice(s, s + e) for s, e in zip(start, extent, strict=True))
 
 
-# Costs are in elements moved. A file costs its opening and its requests, about what
-# moving 16 Ki elements does. An unaligned file has a buffered tail to flush, the more
-# likely the fewer factors of two its length has. Padding is a hole: only foreign
-# readers pay for it.
+# Costs are in elements moved. A file's opening and requests cost about as much as 16 Ki
+# elements. An unaligned file has a buffered tail to flush, which is the more likely the
+# fewer factors of two its length has. Padding is a hole: only other readers pay for it.
 _FILE_COST = 16 * 1024
 _MISALIGNED_BIT_COST = 20 * 1024
 _PADDING_DISCOUNT = 64
@@ -215,23 +191,19 @@ def choose_grid(
     """Chooses the chunk grid of a leaf.
 
     Args:
-      shape: natural shape of the leaf.
-      shard_counts: shards along each dimension; None is one shard.
-      max_chunk_elements: wanted limit of a chunk's stored elements; 4 Mi by default.
-        It is exceeded, up to 16 times, where dimensions that are no multiples of powers
-        of two would otherwise force very many files; and where it is below 4,096.
+      shard_counts: shards along each dimension, which divide it; None is one shard.
+      max_chunk_elements: wanted limit of a chunk's stored elements, 4 Mi by default.
+        Chunks have up to 16 times as many where odd dimensions would otherwise take
+        very many files; a limit below 4,096 is exceeded as well.
 
     Returns:
-      A grid whose chunks hold a multiple of 4,096 elements each, except for 0-d leaves
-      and where shard boundaries leave no such grid with few files. Chunks along the cut
-      dimension are about the same size.
-
-    Raises:
-      ValueError: if a shard count does not divide its dimension.
+      A grid whose chunks are about the same size and hold a multiple of 4,096 elements
+      each, except for 0-d leaves and where shard boundaries leave no such grid with few
+      files.
     """
     if max_chunk_elements is None:
         max_chunk_elements = DEFAULT_CHUNK_ELEMENTS
-    counts = _checked_counts(shape, shard_counts)
+    counts = _check_counts(shape, shard_counts)
     if not shape:
         return LeafGrid((), ())
     limit = max(_OVERSIZE_LIMIT * max_chunk_elements, CHUNK_ALIGNMENT_ELEMENTS)
@@ -242,7 +214,7 @@ def choose_grid(
     return min(grids, key=lambda grid: _cost(grid, max_chunk_elements))
 
 
-def _checked_counts(
+def _check_counts(
     shape: tuple[int, ...], shard_counts: tuple[int, ...] | None
 ) -> tuple[int, ...]:
     counts = (1,) * len(shape) if shard_counts is None else tuple(shard_counts)
@@ -273,7 +245,7 @@ def _candidates(
 
 
 def _balanced_length(length: int, inner: int, max_elements: int) -> int:
-    """Returns the shortest aligned cut that gives as few chunks as the longest does."""
+    """Returns the shortest aligned length that gives as few chunks as the longest."""
     unit = CHUNK_ALIGNMENT_ELEMENTS // math.gcd(CHUNK_ALIGNMENT_ELEMENTS, inner)
     longest = max(max_elements // inner // unit, 1) * unit
     num_cuts = -(-length // longest)
@@ -282,9 +254,9 @@ def _balanced_length(length: int, inner: int, max_elements: int) -> int:
 
 def _cost(grid: LeafGrid, max_elements: int) -> int:
     stored_elements = math.prod(grid.chunk_shape)
-    common = math.gcd(stored_elements, CHUNK_ALIGNMENT_ELEMENTS)
-    misaligned_bits = (CHUNK_ALIGNMENT_ELEMENTS // common).bit_length() - 1
-    # At least one file: an empty leaf's grid should be sensible too.
+    alignment = math.gcd(stored_elements, CHUNK_ALIGNMENT_ELEMENTS)
+    misaligned_bits = (CHUNK_ALIGNMENT_ELEMENTS // alignment).bit_length() - 1
+    # At least one file, so that an empty leaf's grid is sensible, too.
     num_chunks = max(grid.num_chunks, 1)
     padding = num_chunks * stored_elements - grid.num_elements
     file_cost = _FILE_COST + misaligned_bits * _MISALIGNED_BIT_COST

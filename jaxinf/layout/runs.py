@@ -1,8 +1,8 @@
-"""Boxes and runs of a leaf's elements: in arrays, and in the files of its chunks.
+"""Runs and boxes of a leaf's elements, in arrays and in the files of its chunks.
 
 Invariant: element i of a run is element `offset_elements + i` of the chunk's file. A
-chunk is contiguous in its file, but a strided block of an array that spans more shards.
-The portions of a leaf partition it, and each is one run of one chunk's file.
+chunk is contiguous in its file, but may be a strided block of an array. The portions of
+a leaf partition it, and each is one run of one chunk's file.
 """
 
 import itertools
@@ -24,25 +24,23 @@ def gather(
     offset_elements: int,
     num_elements: int,
 ) -> Array:
-    """Returns a run of a chunk from an array that holds it.
+    """Returns a run of a chunk from an array that holds the chunk.
 
     Args:
       block_source: array of any dtype and layout that contains the whole chunk.
       origin: leaf index of `block_source[0, …, 0]`.
       offset_elements: start of the run within the chunk.
-      num_elements: length of the run.
 
     Returns:
-      1-D array: a view of `block_source` where the run is contiguous in it, so that it
-      lives and changes with the source; else a copy.
+      1-D array: a view of the source where the run is contiguous in it, else a copy.
     """
     view = target_view(block_source, chunk, origin, offset_elements, num_elements)
     if view is not None:
         return view
     values = np.empty(num_elements, block_source.dtype)
     block = _block(block_source, chunk, origin)
-    for part, own in _parts(block, offset_elements, values):
-        own[...] = part
+    for block_part, value_part in _parts(block, offset_elements, values):
+        value_part[...] = block_part
     return values
 
 
@@ -53,17 +51,11 @@ def scatter(
     offset_elements: int,
     values: Array,
 ) -> None:
-    """Writes a run of a chunk into an array that holds the chunk; reverse of `gather`.
-
-    Args:
-      block_target: writable array that contains the whole chunk.
-      chunk, origin, offset_elements: arguments of `gather`.
-      values: the run, 1-D, of the target's dtype; copied when this returns.
-    """
+    """Writes a run of a chunk, 1-D, into an array that holds it: reverses `gather`."""
     assert (values.ndim, values.dtype) == (1, block_target.dtype), chunk
     block = _block(block_target, chunk, origin)
-    for part, own in _parts(block, offset_elements, values):
-        part[...] = own
+    for block_part, value_part in _parts(block, offset_elements, values):
+        block_part[...] = value_part
 
 
 def target_view(
@@ -73,21 +65,16 @@ def target_view(
     offset_elements: int,
     num_elements: int,
 ) -> Array | None:
-    """Returns a view of a run, so that it can be produced in place.
+    """Returns a 1-D view of a run, as `gather`; None where the run is not contiguous.
 
-    Args:
-      block_target: array that contains the whole chunk.
-      chunk, origin, offset_elements, num_elements: arguments of `gather`.
-
-    Returns:
-      1-D view, or None where the run is not contiguous in the target: then produce it
-      elsewhere and `scatter` it.
+    A run is produced in place there, and elsewhere written by `scatter`.
     """
     block = _block(block_target, chunk, origin)
     return _contiguous_run(block, offset_elements, num_elements)
 
 
 def _block(array: Array, chunk: Chunk, origin: tuple[int, ...]) -> Array:
+    """Returns the view of a chunk in an array that holds it."""
     assert array.ndim == len(origin) == len(chunk.start), (chunk, array.shape, origin)
     if chunk.extent == array.shape and chunk.start == tuple(origin):
         return array
@@ -101,8 +88,9 @@ def _block(array: Array, chunk: Chunk, origin: tuple[int, ...]) -> Array:
 def _contiguous_run(
     block: Array, offset_elements: int, num_elements: int
 ) -> Array | None:
-    """Views the run in the largest contiguous stretch that holds its first element."""
+    """Returns a view of a run, or None where it is not contiguous in the block."""
     assert 0 <= offset_elements <= offset_elements + num_elements <= block.size
+    # The largest contiguous stretch that holds the run's first element.
     stretch, offset = block, offset_elements
     while not stretch.flags.c_contiguous:
         # A 0-d array is contiguous, so there is a first dimension to index.
@@ -118,7 +106,7 @@ def _contiguous_run(
 def _parts(
     block: Array, offset_elements: int, flat: Array
 ) -> Iterator[tuple[Array, Array]]:
-    """Yields views of a strided block's run and of a flat array, by whole rows."""
+    """Yields views of the same elements in a block's run and in a flat array."""
     view = _contiguous_run(block, offset_elements, flat.size)
     if view is not None:
         yield view, flat
@@ -139,33 +127,25 @@ def _parts(
 
 @dataclass(frozen=True)
 class ChunkBox:
-    """A box of a leaf that lies in one chunk, without a gap.
+    """A box of a leaf that is one run of a chunk's file."""
 
-    Attributes:
-      chunk: the chunk's position in `LeafGrid.chunks()`.
-      start: leaf index of the box's first element.
-      extent: shape of the box.
-      offset_elements: the box's start in the chunk's file.
-    """
-
-    chunk: int
-    start: tuple[int, ...]
+    chunk: int  # the chunk's position in `LeafGrid.chunks()`
+    start: tuple[int, ...]  # leaf index of the box's first element
     extent: tuple[int, ...]
-    offset_elements: int
+    offset_elements: int  # start of the run in the chunk's file
 
     @property
     def num_elements(self) -> int:
-        """Elements of the box."""
         return math.prod(self.extent)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the whole leaf."""
+        """The index of the box in the leaf."""
         return box_slices(self.start, self.extent)
 
 
 def _portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
-    """Returns the largest shape whose boxes divide a grid's chunks into single runs."""
+    """Returns the largest shape of boxes that are single runs of a grid's chunks."""
     result, room = [1] * len(grid.shape), max_elements
     for dim in reversed(range(len(grid.shape))):
         length = max(1, min(grid.chunk_shape[dim], grid.shape[dim]))
@@ -179,18 +159,18 @@ def _portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
     return tuple(result)
 
 
-def portions(grid: LeafGrid, max_elements: int) -> list[ChunkBox]:
-    """Returns a leaf's portions, of at most so many elements.
+def cut_portions(grid: LeafGrid, max_elements: int) -> list[ChunkBox]:
+    """Cuts a leaf into portions of at most so many elements.
 
-    They come by chunk, and within it in the order of the file.
+    They come chunk by chunk, and within a chunk in the order of the file.
     """
-    result = []
+    portions = []
     for box in LeafGrid(grid.shape, _portion_shape(grid, max_elements)).chunks():
-        both = list(map(divmod, box.start, grid.chunk_shape))
-        chunk = ravel([index for index, _ in both], grid.grid_shape)
-        offset = ravel([inside for _, inside in both], grid.chunk_shape)
-        result.append(ChunkBox(chunk, box.start, box.extent, offset))
-    return sorted(result, key=lambda p: (p.chunk, p.offset_elements))
+        places = list(map(divmod, box.start, grid.chunk_shape))
+        chunk = ravel([index for index, _ in places], grid.grid_shape)
+        offset = ravel([inside for _, inside in places], grid.chunk_shape)
+        portions.append(ChunkBox(chunk, box.start, box.extent, offset))
+    return sorted(portions, key=lambda box: (box.chunk, box.offset_elements))
 
 
 def box_runs(
@@ -199,17 +179,16 @@ def box_runs(
     """Yields the contiguous runs of a box in an array of a shape, in C order.
 
     Yields:
-      For each run the offset of its first element in the array, and its length, both in
-      elements. The n-th element of all runs is the box's n-th element in C order.
+      The offset of a run's first element in the array, and the run's length, both in
+      elements.
     """
     if 0 in extent:
         return
-    whole = len(shape)
-    while whole and extent[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    # The box spans the dimensions from `whole` on; a run is a range of the one before.
-    outer = max(0, whole - 1)
+    spanned = len(shape)  # the box spans all dimensions from this one on
+    while spanned and extent[spanned - 1] == shape[spanned - 1]:
+        spanned -= 1
+    outer = max(0, spanned - 1)  # a run is a range of the dimension before
     length = math.prod(extent[outer:])
     for index in itertools.product(*map(range, extent[:outer])):
-        place = [s + i for s, i in zip(start[:outer], index, strict=True)]
-        yield ravel([*place, *start[outer:]], shape), length
+        first = [s + i for s, i in zip(start[:outer], index, strict=True)]
+        yield ravel([*first, *start[outer:]], shape), length

@@ -1,73 +1,82 @@
-"""The store on disk: format, slots, commit record, lock, snapshots, views.
+"""The store on disk: its files and steps, and how they are read, kept and copied.
 
-Where a question is answered:
+    file                 question that it answers
+    names.py             what are leaves, arrays and scalars called?
+    documents.py         how is a JSON document sealed, and a stranger's checked?
+    manifest.py          jaxinf.json: which leaves, in which chunks, on which CSDs?
+    carried_arrays.py    which further arrays does a step carry?
+    commit.py            commit.json: what does a commit say?
+    lock.py              which process may write?
+    directory.py         where does a file lie, and how does a slot become a step?
+    claims.py            whose are the chunks on a CSD?
+    step_files.py        which files make up a step, for us and for other zarr readers?
+    creation.py          how is a store made or removed, and is there room for it?
+    steps.py             which steps does a store have, and how is one pinned?
+    checkpoints.py       how is a step kept, and restored?
+    members.py           which stores make up a run, and which step do they share?
+    reader.py            how is a chunk read, and verified?
+    verify.py            what in a step is damaged?
+    formats.py           which codecs do the states have?
+    division.py          which process and which CSD gets which chunk?
+    copy_source.py       what does a copy read?
+    staging.py           how does a copy appear whole?
+    copying.py           how is a step copied or recoded? (`copy_step`)
 
-    what lies where on disk              directory.py
-    how a slot becomes a step            directory.py (`write_record`, `sync`, `flip`)
-    what a commit says                   commit.py
-    what a store holds                   manifest.py
-    names; a stranger's documents        documents.py; paths: transfer/beneath.py
-    codecs, grids; who has which chunk   formats.py
-    how files are made and removed       files.py; who owns a CSD: owners.py
-    how chunks are read and verified     reader.py, verify.py
-    how a step is copied or recoded      copying.py
-    how a copy appears whole             staging.py
-    how a step is kept or pinned         steps.py; of several members: members.py
-    what a copy begins with              members.py (`store_source`)
-    what other zarr readers see          files.py (`step_files`)
+A file imports only from those above it. Paths of a store are opened by
+`jaxinf.transfer`, so that no link in a stranger's store leads out of it.
 
 Invariant: at every instant the last committed step is complete on the drives
 (docs/format.md gives the reasons).
 """
 
-from jaxinf.store.commit import (
+from jaxinf.store.carried_arrays import (
     CARRY,
-    SCHEDULE_FREE,
     CarriedArray,
+    check_carry,
+    read_carry,
+    write_carry,
+)
+from jaxinf.store.checkpoints import (
+    CheckpointInfo,
+    list_checkpoints,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+    take_over,
+)
+from jaxinf.store.claims import check_roots, open_for_reading, open_for_writing
+from jaxinf.store.commit import (
+    SCHEDULE_FREE,
     CommitRecord,
     KeptCuts,
     ScalarState,
-    check_carry,
-    cuts_of_before,
+    read_old_cuts,
     schedule_free_params,
 )
-from jaxinf.store.copying import CopyLayout, copy_step
-from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
-from jaxinf.store.documents import (
-    ERROR_FEEDBACK,
-    MASTER_PARAMS,
-    Id,
-    Sum,
-    check_leaf_paths,
-    encode_path,
-    leaf_name,
-    read_document,
-    seal,
+from jaxinf.store.copy_source import (
+    FILES_BESIDE,
+    CopySource,
+    read_files_beside,
+    store_source,
 )
-from jaxinf.store.files import (
-    BESIDE,
+from jaxinf.store.copying import CopyLayout, copy_step
+from jaxinf.store.creation import (
     check_free_space,
     check_never_committed,
     check_space,
     create_store,
     discard_store,
-    files_beside,
     is_unfinished,
-    make_carry,
-    read_carry,
     required_bytes,
-    step_documents,
-    write_carry,
 )
+from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, other_slot
+from jaxinf.store.division import Shards, deal_to_members, is_divided_for, place_chunks
+from jaxinf.store.documents import Checksum, Id, read_document, seal
 from jaxinf.store.formats import (
     Formats,
     MasterFormat,
-    Shards,
     StateFormat,
-    coded_leaf,
-    deal_to_members,
-    is_divided_for,
-    lay_out,
+    apply_formats,
     store_formats,
 )
 from jaxinf.store.lock import Holder, StoreLock, lock_exclusively, read_holder
@@ -79,49 +88,43 @@ from jaxinf.store.manifest import (
     Member,
     StateRecord,
     dtype_of,
+    find_leaf,
     package_versions,
     without_csds,
 )
 from jaxinf.store.members import (
     CommitAction,
-    CopySource,
     HeldSteps,
     StepId,
-    agreed_step,
-    all_members,
+    agree_on_step,
     find_members,
-    held_steps,
+    go_to_step,
     is_run,
     member_name,
     missing_members,
-    remove_whole,
-    restore_whole,
-    save_whole,
-    store_source,
-    to_step,
+    open_members,
+    read_held_steps,
+    remove_members_checkpoints,
+    restore_members_checkpoint,
+    save_members_checkpoint,
 )
-from jaxinf.store.owners import check_roots, look_at_store, read_owned
-from jaxinf.store.reader import (
-    ChunkRun,
-    CommittedStep,
-    StepReader,
-    corrupt_chunk,
-    find_leaf,
-    over,
+from jaxinf.store.names import (
+    ERROR_FEEDBACK,
+    MASTER_PARAMS,
+    check_leaf_paths,
+    encode_path,
+    leaf_name,
 )
-from jaxinf.store.staging import left_by_copy
+from jaxinf.store.reader import ChunkRun, StepReader, corrupt_chunk, map_in_threads
+from jaxinf.store.staging import find_leftover_copy
+from jaxinf.store.step_files import make_carry, step_documents
 from jaxinf.store.steps import (
-    CheckpointInfo,
-    check_exists,
+    CommittedStep,
+    check_checkpoint_exists,
     checkpoint_names,
     find_step,
-    list_checkpoints,
     pinned_step,
+    read_step,
     readable_step,
-    remove_checkpoint,
-    restore_checkpoint,
-    save_checkpoint,
-    step_of,
-    take_over,
 )
 from jaxinf.store.verify import Damage, step_bytes, verify_step

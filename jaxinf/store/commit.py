@@ -6,7 +6,6 @@ Invariant: a record read back is bit for bit the record written; floats travel a
 import math
 import os
 import re
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -17,19 +16,18 @@ from msgspec import Meta
 
 from jaxinf.documents import Document, pattern, shorten
 from jaxinf.errors import StoreFormatError
+from jaxinf.store.carried_arrays import CarriedArray, check_carry
 from jaxinf.store.documents import (
+    Checksum,
     Dtype,
     Id,
     Lengths,
     Name,
-    Sum,
-    array_name,
-    check_leaf_paths,
     read_document,
     seal,
 )
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest, check_version, dtype_of
-from jaxinf.transfer import crc32c, write_bytes_atomically
+from jaxinf.transfer import write_bytes_atomically
 from jaxinf.typing import Array
 
 _WHAT = "the record of a committed step"
@@ -37,7 +35,6 @@ _REMEDY = (
     "undo the edit, restore the file from a backup, or go back to a checkpoint (jaxinf "
     "checkpoint restore STORE NAME)"
 )
-
 
 SCHEDULE_FREE = "z"
 """The state from which a schedule-free optimizer's averaged params are computed."""
@@ -52,7 +49,7 @@ def schedule_free_params(params: Array, z: Array, b1: np.float32) -> Array:
 class ScalarState(Document, frozen=True):
     """A value of the optax state that belongs to no leaf: a count, a hyperparameter."""
 
-    path: str  # in the optax state; see `jaxinf.store.documents`
+    path: str  # in the optax state; see `encode_path`
     dtype: Dtype
     shape: Lengths
     data: Annotated[str, pattern("(?:[0-9a-f]{2})*+", "bytes in hex digits")]
@@ -60,7 +57,7 @@ class ScalarState(Document, frozen=True):
 
     @classmethod
     def of(cls, path: str, value: Array) -> Self:
-        """Describes a small array."""
+        """Records the elements of a small array."""
         text = str(value) if np.shape(value) == () else ""
         return cls(path, value.dtype.name, value.shape, value.tobytes().hex(), text)
 
@@ -74,57 +71,9 @@ class ScalarState(Document, frozen=True):
 
     @property
     def value(self) -> Array:
-        """A new array of these elements."""
-        found = np.frombuffer(bytearray.fromhex(self.data), dtype_of(self.dtype))
-        return found.reshape(self.shape)
-
-
-CARRY = "carry"
-"""The first part of the names of arrays that a step carries."""
-
-MOST_CARRIED_BYTES = 64 << 20
-"""Limit of the bytes that a step carries."""
-
-
-class CarriedArray(Document, frozen=True):
-    """An array that a step carries; see `jaxinf.store.files`."""
-
-    path: tuple[str, ...]  # its keys in the tree that was given
-    shape: Lengths
-    dtype: Dtype  # typed keys are their numbers
-    crc32c: Sum  # of its elements, in C order
-
-    @classmethod
-    def of(cls, path: tuple[str, ...], shape: Any, dtype: str, raw: bytes) -> Self:
-        """Describes an array of these bytes."""
-        return cls(path, tuple(shape), dtype, f"{crc32c(raw):08x}")
-
-    @property
-    def name(self) -> str:
-        """Its directory, relative to a step."""
-        return array_name(CARRY, self.path)
-
-    @property
-    def chunk(self) -> str:
-        """Its only chunk's file, relative to a step."""
-        return "/".join((self.name, "c", *("0" for _ in self.shape)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
-
-
-def check_carry(carry: Sequence[CarriedArray]) -> None:
-    """Raises ValueError for names that are none, twice the same, or too many bytes."""
-    check_leaf_paths([one.path for one in carry], {CARRY})
-    num_bytes = sum(one.num_bytes for one in carry)
-    if num_bytes > MOST_CARRIED_BYTES:
-        raise ValueError(
-            f"expected at most {MOST_CARRIED_BYTES} bytes (64 MiB) together, found "
-            f"{num_bytes}; keep large arrays among the params, or in a checkpoint of "
-            "your own"
-        )
+        """A new array of the elements."""
+        elements = np.frombuffer(bytearray.fromhex(self.data), dtype_of(self.dtype))
+        return elements.reshape(self.shape)
 
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62 - 1)]
@@ -146,8 +95,8 @@ class KeptCuts(Document, frozen=True):
             raise ValueError("cuts: expected numbers that rise from 0, found others")
 
 
-def cuts_of_before(store: Path, name: str) -> KeptCuts | None:
-    """Reads ``stream/NAME.json``, where a store kept a plan before its records did."""
+def read_old_cuts(store: Path, name: str) -> KeptCuts | None:
+    """Reads ``stream/NAME.json``, where old stores have the cuts of a program."""
     path = store / "stream" / f"{name}.json"
     if not os.path.lexists(path):
         return None
@@ -158,16 +107,16 @@ def cuts_of_before(store: Path, name: str) -> KeptCuts | None:
 _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an int32
 _Every: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _ALWAYS = "step skipped_steps scalar_state payload committed_at checksums".split()
-"""Keys that a record has in any case; others have a value."""
+"""Keys that a document always has; it has no others whose value is empty or 0."""
 
 
 class CommitRecord(Document, frozen=True, omit_defaults=False):
     """``commit.json``: a committed step's data beside its chunks; see docs/format.md.
 
     A JAX device computed every `device_updates`-th update of a subgroup; 0: none;
-    "auto": some, in a step by which their number was measured. `inexact` has the leaves
-    whose 16-bit params on the JAX device were not the rounded master after the step,
-    with the greatest difference.
+    "auto": some, in a step by which their number was measured. `inexact` maps each leaf
+    whose 16-bit params on the JAX device were not the rounded master after the step to
+    the greatest difference.
     """
 
     step: _Step
@@ -179,7 +128,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
     committed_at: Annotated[str, Meta(max_length=64)] = msgspec.field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
-    # Of a run's commit, the same in all members: a session's id and a number.
+    # The commit's id in all members of a run: a session's id and a number.
     commit: Annotated[
         str, pattern("(?:[0-9a-f]{32}-[0-9]{1,16})?", "an id of a session and a number")
     ] = ""
@@ -188,8 +137,8 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
     carry: tuple[CarriedArray, ...] = ()
     # The cuts of all programs so far, by the digest of their leaves and batch.
     streams: dict[Id, KeptCuts] = msgspec.field(default_factory=dict)
-    documents: dict[str, Sum] = msgspec.field(default_factory=dict)  # of old stores
-    # Bytes of what it carries, until they are committed; not in the document.
+    documents: dict[str, Checksum] = msgspec.field(default_factory=dict)  # old stores'
+    # Contents of the carried arrays until they are committed; not in the document.
     carried: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
@@ -198,7 +147,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
         check_carry(self.carry)
 
     def replace(self, **changes: Any) -> "CommitRecord":
-        """Returns a record with other values of some attributes."""
+        """Returns a copy of the record with some attributes changed."""
         return msgspec.structs.replace(self, **changes)
 
     @property
@@ -211,10 +160,10 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns its form on disk."""
-        found = msgspec.to_builtins(self.replace(carried=()), enc_hook=_encoded)
-        held = {k: value for k, value in found.items() if value or k in _ALWAYS}
-        return {"format_version": FORMAT_VERSION, **held}
+        """Returns the document, without the keys that say nothing."""
+        values = msgspec.to_builtins(self.replace(carried=()), enc_hook=_encode)
+        said = {k: value for k, value in values.items() if value or k in _ALWAYS}
+        return {"format_version": FORMAT_VERSION, **said}
 
     def write(self, path: Path) -> None:
         """Writes the record; blocks until it is durable."""
@@ -222,7 +171,7 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
 
     @classmethod
     def read(cls, path: Path | str, raw: bytes | None = None) -> "CommitRecord":
-        """Reads a slot's record; raises as `read_document`, whose `raw` is this."""
+        """Reads a record, or `raw`, its content; raises as `read_document`."""
 
         def check(document: Any) -> None:
             check_version(document)
@@ -232,25 +181,30 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
             if "carried" in document:
                 raise ValueError("expected no key 'carried'")
 
-        hooks = {"check": check, "dec_hook": _decoded}
+        hooks = {"check": check, "dec_hook": _decode}
         return read_document(path, cls, _WHAT, _REMEDY, raw=raw, **hooks)
 
-    def part(self, manifest: Manifest, commit: str) -> "CommitRecord":
-        """Returns the record of a whole step for a store of these chunks.
+    def for_member(self, manifest: Manifest, commit: str) -> "CommitRecord":
+        """Returns a whole step's record with the checksums of a member's chunks alone.
 
-        The commit's id is empty but for a member of a run.
+        `commit` is the commit's id, empty for a store of one process.
         """
-        sums = self.checksums
-        held = {name: sums[name][list(x.held)] for name, x, _ in manifest.arrays()}
-        return self.replace(checksums=held, commit=commit)
+        checksums = {
+            name: self.checksums[name][list(leaf.held_numbers)]
+            for name, leaf, _ in manifest.arrays()
+        }
+        return self.replace(checksums=checksums, commit=commit)
 
     def check_fits(self, path: Path | str, manifest: Manifest) -> None:
-        """Refuses a record at this path of other arrays or chunks than the store's."""
+        """Raises StoreFormatError if the manifest has other arrays or chunks.
+
+        `path` is where the record lies, for the message.
+        """
         unknown = self.inexact.keys() - {leaf.name for leaf in manifest.leaves}
         problems = [
             f"inexact: expected leaves of jaxinf.json, found {name}" for name in unknown
         ]
-        wanted = {name: len(leaf.held) for name, leaf, _ in manifest.arrays()}
+        wanted = {name: len(leaf.held_numbers) for name, leaf, _ in manifest.arrays()}
         found = {name: len(sums) for name, sums in self.checksums.items()}
         problems += [
             f"array {name}: expected {wanted.get(name, 0)} checksums, as jaxinf.json "
@@ -267,14 +221,14 @@ class CommitRecord(Document, frozen=True, omit_defaults=False):
 _SUMS = re.compile("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?")
 
 
-def _encoded(value: Any) -> str:
-    """Checksums and bounds on disk: the hex digits of their bits."""
+def _encode(value: Any) -> str:
+    """Returns the hex digits of checksums' or a bound's bits."""
     if isinstance(value, np.ndarray):
         return value.astype(">u4").tobytes().hex(" ", 4)
     return np.asarray(value, ">f4").tobytes().hex()
 
 
-def _decoded(kind: type, value: Any) -> Any:
+def _decode(kind: type, value: Any) -> Any:
     if not isinstance(value, str) or not _SUMS.fullmatch(value):
         raise ValueError(f"expected values of 8 hex digits, found {shorten(value)}")
     raw = bytes.fromhex(value)

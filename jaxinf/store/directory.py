@@ -1,4 +1,7 @@
-"""A store's directory tree: the places of its files, and the publication of a slot.
+"""A store's directory tree: the paths of its files, and the publication of a slot.
+
+A step's *place* is a slot's name, ``a`` or ``b``, ``checkpoints/NAME`` or
+``snapshots/ID``: the same in the store and on each CSD.
 
 Invariant: nothing here writes to a chunk file of the committed slot, nor to a file with
 more than one link; `current` changes by rename alone. A path of a chunk is given out
@@ -37,12 +40,12 @@ _REPLACEMENT = "replacement.new"
 
 
 def other_slot(slot: Slot | None) -> Slot:
-    """Returns the other slot: of the committed one, that of the next commit."""
+    """Returns the other slot; for the committed slot, that of the next commit."""
     return "b" if slot == "a" else "a"
 
 
-def check_there(path: Path, *, is_step: bool = False) -> None:
-    """Refuses a path without a store, or a step in its place unless it `is_step`."""
+def check_store_exists(path: Path, *, is_step: bool = False) -> None:
+    """Refuses a path without a store; with `is_step` it may be a step copied out."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise StoreFormatError(
@@ -62,14 +65,19 @@ def check_there(path: Path, *, is_step: bool = False) -> None:
         )
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a path is a directory, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
 class StoreDirectory:
-    """The files of one store. Thread-safe; locking between processes is `StoreLock`'s.
+    """The files of one store. Thread-safe; `StoreLock` locks out other processes.
 
     Attributes:
       lock: the writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
-      publish_lock: the file that is locked by a flip of `current` and by a snapshot.
-      csd_directories: the store's directory below each CSD root; without any, itself.
+      publish_lock: path of the file that is locked by a flip and by a snapshot.
+      csd_directories: the store's directory on each CSD; without CSDs the store.
     """
 
     def __init__(
@@ -84,14 +92,17 @@ class StoreDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
-        """Opens an existing store; raises a StoreFormatError if it is none."""
-        check_there(path)
+        """Reads an existing store's manifest; raises StoreFormatError if it has none.
+
+        Nothing else is checked: see `open_for_reading` and `open_for_writing`.
+        """
+        check_store_exists(path)
         return cls(path, Manifest.read(path / "jaxinf.json"))
 
     # --- places -----------------------------------------------------------------
 
     def step_path(self, place: str) -> Path:
-        """Returns a step's directory: of a slot, ``checkpoints/…``, ``snapshots/…``."""
+        """Returns a step's directory in the store."""
         return self.path / "slots" / place if place in SLOTS else self.path / place
 
     def place_of(self, step: Path) -> str:
@@ -101,18 +112,18 @@ class StoreDirectory:
             return self.committed_slot() or SLOTS[0]
         return place.removeprefix("slots/")
 
-    def data_paths(self, place: str) -> list[Path]:
+    def chunk_roots(self, place: str) -> list[Path]:
         """Returns the directories of a step's chunk files, one for each CSD."""
         if not self.manifest.csds:
             return [self.step_path(place)]
-        return [root / place for root in self.csd_directories]
+        return [folder / place for folder in self.csd_directories]
 
-    def folders(self, place: str) -> list[Path]:
-        """Returns all directories of a step: that in the store, and those on CSDs."""
-        return [*dict.fromkeys([self.step_path(place), *self.data_paths(place)])]
+    def step_roots(self, place: str) -> list[Path]:
+        """Returns all directories of a step: in the store, and on each CSD."""
+        return [*dict.fromkeys([self.step_path(place), *self.chunk_roots(place)])]
 
     def check_layout(self) -> None:
-        """Refuses links, pipes and devices in the places of the store's own names."""
+        """Refuses links, pipes and devices that have names of the store's own."""
         for name in _FOLDERS:
             self.check_folder(self.path, self.path / name)
         for name in _FILES:
@@ -130,13 +141,13 @@ class StoreDirectory:
 
     # --- chunk files -------------------------------------------------------------
 
-    def chunk_file(self, place: str, one: ChunkFile) -> Path:
-        """Returns a chunk's real file, on its CSD; refuses what is no file."""
-        key = place, one.number, one.chunk, one.state.name
+    def chunk_path(self, place: str, chunk: ChunkFile) -> Path:
+        """Returns the path of a chunk's file on its CSD; refuses a link on the way."""
+        key = place, chunk.leaf_number, chunk.number, chunk.state.name
         if file := self._files.get(key):  # every step asks for those of slots
             return file
-        root = self.csd_directories[one.csd]
-        file = self.data_paths(place)[one.csd] / one.name
+        root = self.csd_directories[chunk.csd]
+        file = self.chunk_roots(place)[chunk.csd] / chunk.name
         with translated("look", file), contextlib.suppress(FileNotFoundError):
             os.close(open_beneath(root, file.relative_to(root)))
         if place in SLOTS:  # others come and go, each under a name of its own
@@ -163,7 +174,7 @@ class StoreDirectory:
             "the symlink to the slot whose commit.json has the higher step"
         )
 
-    def need_slot(self) -> Slot:
+    def require_committed_slot(self) -> Slot:
         """Returns the slot of the committed step; refuses a store without one."""
         if slot := self.committed_slot():
             return slot
@@ -179,7 +190,7 @@ class StoreDirectory:
         return self.read_record(slot) if slot else None
 
     def read_record(self, place: str) -> CommitRecord:
-        """Returns a step's record; refuses one of other arrays than the store's."""
+        """Returns a step's record; refuses a record of other arrays."""
         path = self.step_path(place) / "commit.json"
         record = CommitRecord.read(path)
         record.check_fits(path, self.manifest)
@@ -198,9 +209,9 @@ class StoreDirectory:
 
     def sync(self) -> None:
         """Makes everything written so far durable on every CSD and on the store."""
-        places = [*self.csd_directories, self.path]
-        for place in {one.stat().st_dev: one for one in places}.values():
-            sync_filesystem(place)
+        folders = [*self.csd_directories, self.path]
+        for folder in {folder.stat().st_dev: folder for folder in folders}.values():
+            sync_filesystem(folder)
 
     def write_record(self, slot: Slot, record: CommitRecord) -> None:
         """Writes the record of a slot whose chunks are durable."""
@@ -223,43 +234,45 @@ class StoreDirectory:
 
     # --- chunk files under a running step ------------------------------------------
 
-    def prepare_write(self, place: str, one: ChunkFile, *, keeps: bool = False) -> Path:
-        """Returns the file for writing a chunk of a slot or step without a record.
+    def prepare_write(
+        self, place: str, chunk: ChunkFile, *, keeps_content: bool = False
+    ) -> Path:
+        """Returns the file of a chunk to write, in a step without a record.
 
-        If a snapshot, a checkpoint or the other slot has a link to the file, a new one
-        takes its place, with the old one's content if it `keeps` that; otherwise the
-        caller must write the whole chunk. A file that is too short gets its length
+        If a snapshot, a checkpoint or the other slot has a link to the file, a new file
+        replaces it. With `keeps_content` the new file has the old content; otherwise
+        the caller must write the whole chunk. A file that is too short gets its length
         back.
         """
-        file = self.chunk_file(place, one)
+        file = self.chunk_path(place, chunk)
         with self._replace_lock:
-            status = _status(file)
+            status = _chunk_status(file)
             if status.st_nlink > 1:
-                with self._replacement(one.csd, file) as temporary:
-                    if keeps:
+                with self._replacement(chunk.csd, file) as temporary:
+                    if keeps_content:
                         shutil.copyfile(file, temporary, follow_symlinks=False)
                     else:
-                        allocate_file(temporary, one.file_bytes, one.num_bytes)
-            elif status.st_size != one.file_bytes:
+                        allocate_file(temporary, chunk.file_bytes, chunk.num_bytes)
+            elif status.st_size != chunk.file_bytes:
                 with translated("allocation", file):
-                    os.truncate(file, one.file_bytes)
+                    os.truncate(file, chunk.file_bytes)
         return file
 
-    def link_chunk(self, source: str, target: Slot, one: ChunkFile) -> None:
+    def link_chunk(self, source: str, target: Slot, chunk: ChunkFile) -> None:
         """Hard-links a chunk of another step into an unpublished slot."""
-        old, new = self.chunk_file(source, one), self.chunk_file(target, one)
+        old, new = self.chunk_path(source, chunk), self.chunk_path(target, chunk)
         with self._replace_lock:
             # A file with a single link is not in the other slot.
-            if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
+            if _chunk_status(old).st_nlink > 1 and new.exists() and old.samefile(new):
                 return
-            with self._replacement(one.csd, new) as temporary:
+            with self._replacement(chunk.csd, new) as temporary:
                 link_file(old, temporary)
 
     @contextlib.contextmanager
     def _replacement(self, csd: int, file: Path) -> Iterator[Path]:
-        """Yields a temporary name; the file that the body makes there replaces `file`.
+        """Yields a temporary path; the file that the body makes there replaces `file`.
 
-        Of these names there is one a CSD, since one file is replaced at a time.
+        The caller holds the lock, so that each CSD needs one path.
         """
         temporary = self.csd_directories[csd] / _REPLACEMENT
         with translated("replacement", file):
@@ -269,14 +282,13 @@ class StoreDirectory:
 
     def prune_temporaries(self) -> None:
         """Removes temporary files of chunks and documents that a crash has left."""
-        found = [folder / _REPLACEMENT for folder in self.csd_directories]
-        for temporary in [*found, *self.path.glob("slots/[ab]/.*.tmp")]:
+        replacements = [folder / _REPLACEMENT for folder in self.csd_directories]
+        for temporary in [*replacements, *self.path.glob("slots/[ab]/.*.tmp")]:
             with translated("removal", temporary):
                 temporary.unlink(missing_ok=True)
 
 
-def _status(file: Path) -> os.stat_result:
-    """Returns the status of a chunk's file; refuses a link."""
+def _chunk_status(file: Path) -> os.stat_result:
     try:
         status = os.lstat(file)
     except FileNotFoundError as error:

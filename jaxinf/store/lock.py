@@ -25,7 +25,7 @@ from jaxinf.transfer import check_regular, read_beneath, store_error, translated
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The process that the file ``lock`` names; read for messages only."""
+    """The process that the file ``lock`` names, for messages only."""
 
     pid: Annotated[int, Meta(ge=1, le=2**32)]
     host: Annotated[str, Meta(max_length=256)]
@@ -46,20 +46,14 @@ class LockFile:
     """A file, made if missing, that is locked from construction until `close`.
 
     A forked child closes it: all descriptors of one opening share a lock, so with the
-    child's copy the lock would outlive the parent.
-
-    Args:
-      waits: whether to wait for another opening that holds the lock.
-
-    Raises:
-      BlockingIOError: another opening holds the lock, and `waits` is False.
-      StoreIOError, StoreSpaceError: it cannot be opened, is not a regular file, or the
-        file system has no locks.
+    child's copy the lock would outlive the parent. Without `waits` a lock that another
+    opening holds is a BlockingIOError. A StoreError says that the file cannot be
+    opened, is not a regular file, or that the file system has no locks.
     """
 
     def __init__(self, path: Path, *, waits: bool = True) -> None:
         self.path = path
-        how = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
+        operation = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
         for _ in range(_NUM_ATTEMPTS):
             with _GUARD, translated("locking", path):
                 self.fd = os.open(path, _FLAGS, 0o644)
@@ -69,7 +63,7 @@ class LockFile:
                 try:
                     self._status = os.fstat(self.fd)
                     check_regular(path, self._status)
-                    fcntl.flock(self.fd, how)
+                    fcntl.flock(self.fd, operation)
                     if self.is_in_place():
                         undo.pop_all()
                         return
@@ -83,12 +77,12 @@ class LockFile:
         )
 
     def is_in_place(self) -> bool:
-        """Whether the lock's name still leads to this file; one system call."""
+        """Whether the lock's name still leads to this file."""
         try:
-            found = os.lstat(self.path)
+            status = os.lstat(self.path)
         except FileNotFoundError:
             return False
-        return os.path.samestat(found, self._status)
+        return os.path.samestat(status, self._status)
 
     def close(self) -> None:
         """Unlocks and closes the file; idempotent. A forked child has closed it."""
@@ -104,43 +98,42 @@ class LockFile:
 
 
 def lock_exclusively(path: Path) -> contextlib.closing[LockFile]:
-    """Waits for a lock, which the returned context gives back; raises as `LockFile`."""
+    """Waits for a lock, which the returned context releases; raises as `LockFile`."""
     return contextlib.closing(LockFile(path))
 
 
 class StoreLock(LockFile):
-    """Holds ``STORE/lock`` from construction until `release`.
+    """Holds ``STORE/lock`` from construction until `release`; does not wait.
 
-    Raises:
-      StoreLockedError: another open store holds it; names the holder. Does not wait.
-      StoreError: as `LockFile`; or there is no room to note the holder.
+    Another open store that holds it is named by a StoreLockedError.
     """
 
     def __init__(self, store_path: Path) -> None:
-        own = Holder(os.getpid(), socket.gethostname(), tuple(sys.argv))
+        this = Holder(os.getpid(), socket.gethostname(), tuple(sys.argv))
         try:
             super().__init__(store_path / "lock", waits=False)
         except BlockingIOError as error:
-            if (who := read_holder(store_path)) is None:
-                found = "a process that is just starting; try again"
-            elif (who.pid, who.host) == (own.pid, own.host):
-                found = "this very process; close the store that is already open first"
+            if (other := read_holder(store_path)) is None:
+                holder = "a process that is just starting; try again"
+            elif (other.pid, other.host) == (this.pid, this.host):
+                holder = "this very process; close the store that is already open first"
             else:
-                found = (
-                    f"process {who.pid} on {who.host} ({' '.join(who.command)[:200]}); "
-                    f"wait for it or stop it (kill {who.pid}), or use another store"
+                command = " ".join(other.command)[:200]
+                holder = (
+                    f"process {other.pid} on {other.host} ({command}); wait for it or "
+                    f"stop it (kill {other.pid}), or use another store"
                 )
             raise StoreLockedError(
                 f"{store_path}: expected to be the store's only writer, found it "
-                f"locked by {found}"
+                f"locked by {holder}"
             ) from error
         with contextlib.ExitStack() as undo, translated("locking", self.path):
             undo.callback(self.close)
-            self._write(json.dumps(msgspec.to_builtins(own)))
+            self._write(json.dumps(msgspec.to_builtins(this)))
             undo.pop_all()
 
     def check(self) -> None:
-        """Raises StoreLockedError if another process could hold the lock, too."""
+        """Raises StoreLockedError if another process could hold the lock as well."""
         if not self.is_in_place():
             raise StoreLockedError(
                 f"{self.path}: expected the file that this process has locked, found "
@@ -150,7 +143,7 @@ class StoreLock(LockFile):
             )
 
     def release(self) -> None:
-        """Gives the lock back; idempotent. A forked child leaves it to the parent."""
+        """Releases the lock; idempotent. A forked child leaves it to the parent."""
         if self.fd >= 0:
             # Otherwise an error could name this process instead of the next holder.
             with contextlib.suppress(OSError):  # the drive may be gone
@@ -158,16 +151,16 @@ class StoreLock(LockFile):
             self.close()
 
     def _write(self, text: str) -> None:
-        """Writes the holder into the file, unless it may be a link to a user's file."""
-        held = os.pread(self.fd, 16, 0)
-        is_ours = not held or held.startswith(b'{"pid": ')
+        """Replaces the file's text, unless it may be a link to a user's file."""
+        start = os.pread(self.fd, 16, 0)
+        is_ours = not start or start.startswith(b'{"pid": ')
         if is_ours or os.fstat(self.fd).st_nlink == 1:
             os.ftruncate(self.fd, 0)
             os.pwrite(self.fd, text.encode(), 0)
 
 
 def read_holder(store_path: Path) -> Holder | None:
-    """Returns the process that ``STORE/lock`` names, if any; never takes the lock."""
+    """Returns the process that ``STORE/lock`` names, if any; takes no lock."""
     try:
         return decode(read_beneath(store_path, "lock", _LOCK_BYTES), Holder)
     except (DocumentError, StoreError):

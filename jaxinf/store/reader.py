@@ -1,4 +1,4 @@
-"""A committed step, and the one reader of its chunks: it verifies and decodes them.
+"""Reads the chunks of a step: verified, and decoded or as stored.
 
       file ──► pieces ──► checksum ──► decoded ──► the caller
                              └─ of the whole chunk, before its last piece is returned
@@ -18,18 +18,16 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from jaxinf.documents import first_few
 from jaxinf.errors import StoreCorruptError
 from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
     ChunkBox,
     CodedSlot,
-    portions,
+    cut_portions,
 )
-from jaxinf.store.commit import CommitRecord
-from jaxinf.store.files import read_carry
-from jaxinf.store.manifest import ChunkFile, LeafRecord, Manifest, StateRecord, dtype_of
+from jaxinf.store.manifest import ChunkFile, LeafRecord, StateRecord, dtype_of
+from jaxinf.store.steps import CommittedStep
 from jaxinf.transfer import (
     PAGE_BYTES,
     BufferPool,
@@ -51,65 +49,39 @@ _R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
-class CommittedStep:
-    """A committed step with its chunks, which does not change while it is read.
-
-    That of a run has the manifest of a store of one process, whose CSDs are `places`,
-    and the checksums of all members. If chunks are no files, `fetch` returns the bytes
-    of one by its name, perhaps with more behind them.
-    """
-
-    path: Path  # of a slot's layout; of a run the first member's
-    manifest: Manifest  # as it was when the step was pinned
-    commit: CommitRecord
-    places: tuple[Path, ...]  # directories of chunks, in a slot's layout
-    warning: str = ""  # why chunks may change nevertheless
-    fetch: Callable[[str], bytes] | None = None
-
-    def check(self) -> None:
-        """Raises StoreFormatError if the record is not of the store's arrays."""
-        self.commit.check_fits(self.path / "commit.json", self.manifest)
-
-    def read_carry(self) -> Sequence[bytes]:
-        """Returns the arrays that it carries; raises as `jaxinf.store.read_carry`."""
-        return read_carry(self.path, self.commit.carry, self.fetch)
-
-
-@dataclass(frozen=True)
 class ChunkRun:
-    """A run of a chunk's elements."""
+    """A piece of a chunk: a run of its elements, as they are read."""
 
     chunk: Chunk
     start: int  # number of the run's first element in the chunk
-    values: Array  # one-dimensional; valid until the next piece is requested
+    values: Array  # 1-D; valid until the next piece is requested
 
 
 def corrupt_chunk(
     file: Path,
-    one: ChunkFile,
+    chunk: ChunkFile,
     expected: int | None,
     found: int,
     when: str = "as written",
 ) -> StoreCorruptError:
-    """Makes the error for a chunk of another CRC-32C than is expected, if one is.
+    """Makes the error for a chunk whose CRC-32C is not the expected one.
 
-    The origin of the expected one is `when`.
+    `when` says where the expected checksum comes from; None is for no checksum.
     """
     wanted = "none" if expected is None else f"{expected:08x}"
     return StoreCorruptError(
-        f"{os.path.realpath(file)}: {one}: expected CRC-32C {wanted} {when}, found "
+        f"{os.path.realpath(file)}: {chunk}: expected CRC-32C {wanted} {when}, found "
         f"{found:08x}; nothing was made of it. Check the drive (dmesg, smartctl), see "
         '"jaxinf verify" for all that is damaged, and restore a checkpoint or a backup'
     )
 
 
-def over(
+def map_in_threads(
     items: Iterable[_T], action: Callable[[_T], _R], num_threads: int
 ) -> Iterator[tuple[_T, _R]]:
-    """Yields each item with the action's result, from several threads, in order.
+    """Yields each item, in order, with the result of an action that threads perform.
 
-    Every walk of a step's chunks is one of these. After an error no further action
-    begins, and it is raised when those under way have ended.
+    An error is raised when the actions under way have ended; no further one begins.
     """
     items = list(items)
     if num_threads < 2 or len(items) < 2:
@@ -125,14 +97,8 @@ def over(
 class StepReader(AbstractContextManager["StepReader"]):
     """Reads the arrays of one committed step. Thread-safe; a context manager.
 
-    Attributes:
-      num_threads: number of threads that its memory is for.
-
-    Args:
-      step: the step, which does not change meanwhile.
-      memory_bytes: approximate memory for the pieces read at a time.
-      meters: counts the bytes read.
-      drives: names of the CSDs' drives for the reads' spans; by default the folders.
+    Its approximate memory is enough for `num_threads` threads. Reads are counted by
+    `meters`; `drives` are names of the CSDs' drives for spans, by default the folders.
     """
 
     def __init__(
@@ -158,116 +124,122 @@ class StepReader(AbstractContextManager["StepReader"]):
     def __exit__(self, *_: object) -> None:
         self._pool.close()
 
-    def place_of(self, one: ChunkFile) -> Path:
-        """Returns the directory, in a slot's layout, that has a chunk."""
-        return self._step.places[one.csd] if self._step.places else self._step.path
+    def root_of(self, chunk: ChunkFile) -> Path:
+        """Returns the directory, of a step on a CSD, that has a chunk."""
+        roots = self._step.chunk_roots
+        return roots[chunk.csd] if roots else self._step.path
 
-    def pieces(self, one: ChunkFile) -> Iterator[ChunkRun]:
-        """Yields a chunk's elements, decoded; scales and remainders as stored; blocks.
+    def decoded_pieces(self, chunk: ChunkFile) -> Iterator[ChunkRun]:
+        """Yields a chunk's elements, decoded; blocks. Companions come as stored.
 
         Raises:
           StoreCorruptError: the chunk is damaged; raised before its last piece.
           StoreIOError: it is missing, too short, or the drive failed.
         """
-        found = self.stored(one)
-        if not one.state.codec or one.state.is_beside:
-            yield from found
+        pieces = self.stored_pieces(chunk)
+        if not chunk.state.codec or chunk.state.is_companion:
+            yield from pieces
             return
         others = itertools.repeat(None)
-        if beside := one.state.stored[1:]:  # to the last piece
-            per_piece = beside[0].num_elements(self._piece_elements)
-            others = self.stored(one._replace(state=beside[0]), per_piece)
-        for piece, rest in zip(found, others, strict=bool(beside)):
-            coded = CodedSlot(piece.values, None if rest is None else rest.values)
+        if companions := chunk.state.stored[1:]:  # to the last piece
+            per_piece = companions[0].num_elements(self._piece_elements)
+            others = self.stored_pieces(chunk._replace(state=companions[0]), per_piece)
+        for piece, other in zip(pieces, others, strict=bool(companions)):
+            coded = CodedSlot(piece.values, None if other is None else other.values)
             yield replace(piece, values=coded.decode())
 
-    def stored(
+    def stored_pieces(
         self,
-        one: ChunkFile,
-        per_piece: int = 0,
+        chunk: ChunkFile,
+        piece_elements: int = 0,
         into: Callable[[Chunk], Array | None] = lambda _: None,
     ) -> Iterator[ChunkRun]:
-        """Yields a chunk's elements as stored; blocks, and raises as `pieces`.
+        """Yields a chunk's elements as stored; blocks, and raises as `decoded_pieces`.
 
         Args:
-          per_piece: elements of a piece; by default as many as fit into memory.
+          piece_elements: elements of a piece; by default as many as fit into memory.
           into: returns where the chunk's elements are wanted, of the stored dtype, 1-D
-            and contiguous, or None; pieces that fit there are read there, and are
-            views of it. After an error it holds what was read.
+            and contiguous, or None. Pieces that fit there are read there, and are views
+            of it; after an error it holds what was read.
         """
-        step, chunk, place = self._step, one.layout, one.leaf.places[one.chunk]
-        assert place >= 0, f"{one}: another member's"
-        sums = step.commit.checksums.get(one.array, ())
-        expected = int(sums[place]) if place < len(sums) else None
-        root = self.place_of(one)
-        piece_bytes = (per_piece or self._piece_elements) * one.state.itemsize
+        step, position = self._step, chunk.leaf.positions[chunk.number]
+        assert position >= 0, f"{chunk}: another member's"
+        checksums = step.commit.checksums.get(chunk.array_name, ())
+        expected = int(checksums[position]) if position < len(checksums) else None
+        root, block = self.root_of(chunk), chunk.block
+        itemsize = chunk.state.itemsize
+        piece_bytes = (piece_elements or self._piece_elements) * itemsize
         if step.fetch is None:
-            target = into(chunk)
+            target = into(block)
             view = None if target is None else target.view(np.uint8)
-            pieces = self._file_pieces(root, one, piece_bytes, view)
+            pieces = self._file_pieces(root, chunk, piece_bytes, view)
         else:
-            content = np.frombuffer(step.fetch(one.name), np.uint8)[: one.num_bytes]
-            if content.size < one.num_bytes:
-                raise corrupt_chunk(root / one.name, one, expected, 0)
+            content = np.frombuffer(step.fetch(chunk.name), np.uint8)
+            content = content[: chunk.num_bytes]
+            if content.size < chunk.num_bytes:
+                raise corrupt_chunk(root / chunk.name, chunk, expected, 0)
             starts = range(0, content.size, piece_bytes)
             pieces = (content[start : start + piece_bytes] for start in starts)
         read, done = list[tuple[int, int]](), 0
         with closing(pieces):
             for raw in pieces:
                 read.append((crc32c(raw), raw.size))
-                is_last = done + raw.size == one.num_bytes
+                is_last = done + raw.size == chunk.num_bytes
                 if is_last and (found := crc32c_combine(read)) != expected:
-                    raise corrupt_chunk(root / one.name, one, expected, found)
-                start, done = done // one.state.itemsize, done + raw.size
-                yield ChunkRun(chunk, start, raw.view(dtype_of(one.state.dtype)))
+                    raise corrupt_chunk(root / chunk.name, chunk, expected, found)
+                start, done = done // itemsize, done + raw.size
+                yield ChunkRun(block, start, raw.view(dtype_of(chunk.state.dtype)))
 
     def _file_pieces(
-        self, root: Path, one: ChunkFile, piece_bytes: int, target: Array | None = None
+        self,
+        root: Path,
+        chunk: ChunkFile,
+        piece_bytes: int,
+        target: Array | None = None,
     ) -> Generator[Array, None, None]:
         """Yields a chunk's file below a root as uint8, piece by piece; blocks.
 
-        Args:
-          piece_bytes: length of a piece, a multiple of the page.
-          target: uint8, of all these bytes, of which pieces are views that can be read
-            there: where it starts on a page, all of whole pages.
+        If the target, as long as the chunk, starts on a page, pieces of whole pages are
+        read there, and are views of it.
         """
-        check_length(root, one.name, one.num_bytes)
-        drive = self._drives[one.csd] if self._drives else str(root)
+        check_length(root, chunk.name, chunk.num_bytes)
+        drive = self._drives[chunk.csd] if self._drives else str(root)
         if target is not None and target.ctypes.data % PAGE_BYTES:
             target = None
-        with self._pool.acquire(min(piece_bytes, one.num_bytes)) as buffer:
-            for offset in range(0, one.num_bytes, piece_bytes):
-                length, array = min(piece_bytes, one.num_bytes - offset), buffer.array
+        with self._pool.acquire(min(piece_bytes, chunk.num_bytes)) as buffer:
+            for offset in range(0, chunk.num_bytes, piece_bytes):
+                length = min(piece_bytes, chunk.num_bytes - offset)
+                array = buffer.array
                 if target is not None and length % PAGE_BYTES == 0:
                     array = target[offset : offset + length]
-                file, meters = root / one.name, self._meters
+                file, meters = root / chunk.name, self._meters
                 with span("read", drive=drive):
                     read_into(file, array, offset, length, meters=meters)
                 yield array[:length]
 
-    def checksum(self, root: Path, one: ChunkFile) -> int:
+    def checksum(self, root: Path, chunk: ChunkFile) -> int:
         """Returns the CRC-32C of a chunk's file below any root; blocks."""
-        pieces = self._file_pieces(root, one, PIECE_BYTES)
+        pieces = self._file_pieces(root, chunk, PIECE_BYTES)
         return crc32c_combine([(crc32c(raw), raw.size) for raw in pieces])
 
     def boxes(
         self,
         leaf: LeafRecord,
         state: StateRecord,
-        most_elements: int,
+        max_elements: int,
         *,
         decoded: bool = True,
     ) -> Iterator[tuple[ChunkBox, Array]]:
-        """Yields a leaf's state in boxes of so many elements, chunk by chunk.
+        """Yields a leaf's state in boxes of at most so many elements, chunk by chunk.
 
-        It blocks, and raises as `pieces`, before a chunk's last box.
+        Blocks, and raises as `decoded_pieces`, before a chunk's last box.
         """
-        read = self.pieces if decoded else self.stored
+        read = self.decoded_pieces if decoded else self.stored_pieces
         dtype = dtype_of((state.decoded() if decoded else state).dtype)
-        every = portions(leaf.grid, most_elements)
-        for number, boxes in itertools.groupby(every, key=lambda box: box.chunk):
-            one = ChunkFile(-1, leaf, state, number)
-            pieces, rest = read(one), np.empty(0, dtype)
+        all_boxes = cut_portions(leaf.grid, max_elements)
+        for number, boxes in itertools.groupby(all_boxes, key=lambda box: box.chunk):
+            pieces = read(ChunkFile(-1, leaf, state, number))
+            rest = np.empty(0, dtype)
             for box in boxes:
                 out, done = np.empty(box.num_elements, dtype), 0
                 while done < out.size:
@@ -277,20 +249,3 @@ class StepReader(AbstractContextManager["StepReader"]):
                     out[done : done + part.size] = part
                     rest, done = rest[part.size :], done + part.size
                 yield box, out.reshape(box.extent)
-
-
-def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
-    """Returns the record of a leaf by its name as `jaxinf inspect` prints it.
-
-    Raises:
-      ValueError: there is no such leaf or state; lists the existing ones.
-    """
-    records = {record.name: record for record in manifest.leaves}
-    if (record := records.get(leaf.strip("/"))) is None:
-        raise ValueError(
-            f"no leaf {leaf!r} in the store; there are {first_few(records, most=8)}"
-        )
-    if state not in (states := [one.name for one in record.states]):
-        listed = ", ".join(states)
-        raise ValueError(f"leaf {leaf}: no state {state!r}; there are {listed}")
-    return record

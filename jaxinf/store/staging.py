@@ -1,11 +1,11 @@
-"""The place of a copy: hidden beside its target until it is whole.
+"""The directory in which a copy is made, hidden beside its target until it is whole.
 
       target missing     .NEW.copying ──rename──► NEW
       in place           .OLD.copying ◄──exchange──► OLD, whose old stores then go
 
 Invariant: a target appears whole, at one instant. A crash has nothing to undo: the next
-copy to the target discards what one before has left, be it a copy that is not complete
-or what was exchanged for one.
+copy to the target discards what the last one left, whether that is an incomplete copy
+or the old stores.
 """
 
 import contextlib
@@ -17,55 +17,51 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxinf.errors import JaxinfError, StoreFormatError, StoreIOError
-from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.files import remove_csds
+from jaxinf.store.creation import remove_csds
+from jaxinf.store.directory import StoreDirectory, is_folder
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.members import check_unread, find_members
+from jaxinf.store.members import find_members
+from jaxinf.store.steps import check_unread
 from jaxinf.transfer import fsync_directory, translated
 
 _RENAME_EXCHANGE = 2
 _AT_CWD = -100
 
-# Names of a store's and a run's own; others in a path belong to its user.
-_OWN = re.compile(
+# Names of a store's and a run's own files; others at a path belong to its user.
+_OWN_NAMES = re.compile(
     r"jaxinf\.json|current(\.tmp)?|slots|checkpoints|snapshots|stream|tokenizer"
     r"|((publish|checkpoints)\.)?lock|replacement\.new|process-\d{5,}|\.jaxinf.*"
 )
 
 
 def staging_path(target: Path) -> Path:
-    """Returns the directory in which a copy to a target is made."""
     return target.with_name(f".{target.name}.copying")
 
 
-def left_by_copy(path: Path) -> Path | None:
-    """Returns the directory of a copy to a path that is not complete, if any."""
+def find_leftover_copy(path: Path) -> Path | None:
+    """Returns the directory of an incomplete copy to a path, if there is one."""
     staging = staging_path(Path(os.path.realpath(path)))
     return staging if os.path.lexists(staging) else None
 
 
 @contextlib.contextmanager
-def staged(target: Path, held: Sequence[StoreDirectory]) -> Iterator[None]:
-    """Gives what the body makes at `staging_path` its place, if the body succeeds.
+def staged(target: Path, held_stores: Sequence[StoreDirectory]) -> Iterator[None]:
+    """Publishes at `target` what the body makes at `staging_path`, if it succeeds.
 
-    Args:
-      target: a real path: missing, an empty directory, or that of the stores `held`.
-      held: in place, the stores, of which this process is the writer.
-
-    Raises:
-      StoreFormatError: something else is at the target.
-      StoreLockedError: another process copies to it, or reads a step of `held`.
+    The target is a real path: missing, an empty directory, or that of the held stores,
+    of which this process is the writer, and which a copy in place replaces. Anything
+    else is refused, and so are another copy to it and a reader of a held store.
     """
     staging = staging_path(target)
-    _check_target(target, staging, is_held=bool(held))
+    _check_target(target, staging, is_in_place=bool(held_stores))
     with translated("copy", staging):
         staging.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(staging)
     try:
-        _discard(staging, target, keeps=True)  # what an interrupted call has left
+        _discard(staging, target, keeps_lock=True)  # what an interrupted call left
         try:
             yield
-            _publish(staging, target, held)
+            _publish(staging, target, held_stores)
         except (JaxinfError, ValueError):
             _discard(staging, target)
             raise
@@ -76,10 +72,9 @@ def staged(target: Path, held: Sequence[StoreDirectory]) -> Iterator[None]:
         lock.release()
 
 
-def _check_target(target: Path, staging: Path, *, is_held: bool) -> None:
-    """Refuses a target where a copy cannot appear."""
+def _check_target(target: Path, staging: Path, *, is_in_place: bool) -> None:
     found = ["a mount point"] if os.path.ismount(target) else []
-    if not is_held and not found and os.path.lexists(target):
+    if not is_in_place and not found and os.path.lexists(target):
         found = sorted(os.listdir(target))[:3] if target.is_dir() else ["a file"]
     if found:
         raise StoreFormatError(
@@ -93,21 +88,23 @@ def _check_target(target: Path, staging: Path, *, is_held: bool) -> None:
         )
 
 
-def _publish(staging: Path, target: Path, held: Sequence[StoreDirectory]) -> None:
-    """Gives a complete copy its place, at one instant."""
+def _publish(
+    staging: Path, target: Path, held_stores: Sequence[StoreDirectory]
+) -> None:
+    """Renames a complete copy to its target, or exchanges it for the old stores."""
     with translated("copy", target), contextlib.ExitStack() as locks:
         fsync_directory(staging)
-        for one in held:
-            locks.enter_context(lock_exclusively(one.publish_lock))
-            check_unread(one)
-            if one.lock is not None:
-                one.lock.check()
-        if not held:
+        for directory in held_stores:
+            locks.enter_context(lock_exclusively(directory.publish_lock))
+            check_unread(directory)
+            if directory.lock is not None:
+                directory.lock.check()
+        if not held_stores:
             staging.rename(target)
             return
         call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        names = os.fsencode(staging), os.fsencode(target)
-        if call is None or call(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_EXCHANGE):
+        old, new = os.fsencode(staging), os.fsencode(target)
+        if call is None or call(_AT_CWD, old, _AT_CWD, new, _RENAME_EXCHANGE):
             reason = os.strerror(ctypes.get_errno())
             raise StoreIOError(
                 f"{target}: expected a file system that exchanges two directories "
@@ -116,27 +113,27 @@ def _publish(staging: Path, target: Path, held: Sequence[StoreDirectory]) -> Non
             )
 
 
-def _discard(staging: Path, target: Path, *, keeps: bool = False) -> None:
-    """Removes a copy that is not completed, or what was exchanged for one.
+def _discard(staging: Path, target: Path, *, keeps_lock: bool = False) -> None:
+    """Removes an incomplete copy, or the old stores that a copy was exchanged for.
 
-    Files that are not a store's go to the target, which is in its place. With `keeps`
-    the empty directory stays, with its lock.
+    A user's files among them move to the target. With `keeps_lock` the directory stays,
+    with nothing but its lock.
     """
     if not staging.exists():
         return
     with translated("removal", staging):
-        for place in (*find_members(staging), staging):
-            if (place / "jaxinf.json").exists():
-                remove_csds(StoreDirectory.open(place))
+        for folder in (*find_members(staging), staging):
+            if (folder / "jaxinf.json").exists():
+                remove_csds(StoreDirectory.open(folder))
         for entry in staging.iterdir():
             moved = target / entry.name
-            is_own = _OWN.fullmatch(entry.name)
+            is_own = _OWN_NAMES.fullmatch(entry.name)
             if not is_own and target.is_dir() and not os.path.lexists(moved):
                 entry.rename(moved)
-            elif entry.is_dir() and not entry.is_symlink():
+            elif is_folder(entry):
                 shutil.rmtree(entry)
-            elif not (keeps and entry.name == "lock"):
+            elif not (keeps_lock and entry.name == "lock"):
                 entry.unlink()
-        if not keeps:
+        if not keeps_lock:
             staging.rmdir()
             fsync_directory(staging.parent)

@@ -1,67 +1,77 @@
-"""A store's steps: the committed one, pinned ones, and those that are kept.
+"""The steps of one store that can be read: the committed one, snapshots, checkpoints.
 
-      pin       current slot ──links──► snapshots/ID, while it is read
-      save      current slot ──links──► checkpoints/NAME
-      restore   checkpoints/NAME ──links──► spare slot ──publish──► current
+      snapshot     current slot ──links──► snapshots/ID, while it is read
 
-Invariant: a step is of one commit in all members, and its files are only read. One that
-is pinned by hard links is the same, bit for bit, until it is released; a listed
-checkpoint is complete and durable: the writer replaces every file that has a second
-link. See docs/format.md, "Hard links".
+Invariant: a step's files are only read. A step that is pinned by hard links is the
+same, bit for bit, until it is released: the writer replaces every file that has a
+second link. See docs/format.md, "Hard links".
 """
 
 import contextlib
-import logging
-import os
 import shutil
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from msgspec import structs
-
 from jaxinf.errors import (
-    StoreError,
     StoreFormatError,
     StoreIOError,
+    StoreLockedError,
     StoreMismatchError,
     StoreSpaceError,
 )
+from jaxinf.store.carried_arrays import read_carry
+from jaxinf.store.claims import open_for_writing
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, link_file, other_slot
-from jaxinf.store.files import check_free_space, make_carry, make_place, write_carry
+from jaxinf.store.directory import StoreDirectory, is_folder, link_file
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import Manifest
-from jaxinf.store.owners import claim_csds, read_owned
-from jaxinf.store.reader import CommittedStep
-from jaxinf.transfer import fsync_directory, translated
+from jaxinf.store.step_files import make_step_files
+from jaxinf.transfer import translated
 
-_OWNER_LOCK = "owner.lock"
-_MAX_NAME_BYTES = 200
-_ASIDE = ".old-"  # before the name of a checkpoint that another one replaces
-_LEFTOVERS = (".new-", ".gone-", _ASIDE)
-_LOG = logging.getLogger("jaxinf")
+_READER_LOCK = "owner.lock"
 
 
-def step_of(directory: StoreDirectory, path: Path) -> CommittedStep:
+@dataclass(frozen=True)
+class CommittedStep:
+    """A committed step with its chunks, which do not change while it is read.
+
+    A run's step has the manifest of a store of one process, whose CSDs are
+    `chunk_roots`, and the checksums of all members. If chunks are no files, `fetch`
+    returns the bytes of a chunk by its name, perhaps with more behind them.
+    """
+
+    path: Path  # of the step's directory; in a run the first member's
+    manifest: Manifest  # as it was when the step was pinned
+    commit: CommitRecord
+    chunk_roots: tuple[Path, ...]  # by CSD, as in `StoreDirectory`
+    warning: str = ""  # why chunks may change nevertheless
+    fetch: Callable[[str], bytes] | None = None
+
+    def check(self) -> None:
+        """Raises StoreFormatError if the record is not of the manifest's arrays."""
+        self.commit.check_fits(self.path / "commit.json", self.manifest)
+
+    def read_carry(self) -> Sequence[bytes]:
+        """Returns the contents of the carried arrays; raises as `read_carry`."""
+        return read_carry(self.path, self.commit.carry, self.fetch)
+
+
+def read_step(directory: StoreDirectory, path: Path) -> CommittedStep:
     """Returns a step of a store: a slot, a checkpoint or a snapshot."""
     record = CommitRecord.read(path / "commit.json")
-    places = tuple(directory.data_paths(directory.place_of(path)))
-    return CommittedStep(path, directory.manifest, record, places)
+    roots = tuple(directory.chunk_roots(directory.place_of(path)))
+    return CommittedStep(path, directory.manifest, record, roots)
 
 
 def find_step(directory: StoreDirectory, name: str | None = None) -> CommittedStep:
-    """Returns a checkpoint, or the committed step as it is; another may be committed.
+    """Returns a checkpoint; without a name the committed step, which is not pinned.
 
-    Raises:
-      ValueError: there is no such checkpoint; lists the others.
-      StoreMismatchError: it has other arrays than the store; says what to do.
+    A name that no checkpoint has is a ValueError; one of other arrays is refused.
     """
     if name is not None:
-        check_exists(directory, name)
+        check_checkpoint_exists(directory, name)
         root = directory.step_path(f"checkpoints/{name}")
         if Manifest.read(root / "jaxinf.json").leaves != directory.manifest.leaves:
             raise StoreMismatchError(
@@ -69,76 +79,48 @@ def find_step(directory: StoreDirectory, name: str | None = None) -> CommittedSt
                 f'make a store of it: cp -rL "{root}" COPY, then jaxinf store copy '
                 "COPY NEW"
             )
-        step = step_of(directory, root)
+        step = read_step(directory, root)
         step.check()
         return step
     while True:
-        slot = directory.need_slot()
+        slot = directory.require_committed_slot()
         try:
-            return step_of(directory, directory.step_path(slot))
+            return read_step(directory, directory.step_path(slot))
         except StoreFormatError:
-            if directory.need_slot() == slot:
+            if directory.require_committed_slot() == slot:  # no commit came between
                 raise
 
 
-def are_of_one(steps: Sequence[CommittedStep]) -> bool:
-    """Whether steps, one of each member, are of one commit."""
-    return len({one.commit.commit for one in steps}) == 1
+def checkpoint_names(*members: StoreDirectory) -> list[str]:
+    """Returns the names of the checkpoints that each of the members has."""
+    folders = [[*(member.path / "checkpoints").glob("[!.]*")] for member in members]
+    names = [{folder.name for folder in filter(is_folder, f)} for f in folders]
+    return sorted(set.intersection(*names))
 
 
-def joined_step(steps: Sequence[CommittedStep]) -> CommittedStep:
-    """Returns one step of those of all members by number, or of a store alone."""
-    first = steps[0]
-    for one in steps:
-        if one.manifest.common != first.manifest.common:
-            raise StoreMismatchError(
-                f"{one.path}: expected the leaves and owners of {first.path}, found "
-                "others; restore the member's jaxinf.json"
-            )
-        one.check()
-    member = first.manifest.member
-    if not are_of_one(steps):
-        raise StoreMismatchError(
-            f"{first.path}: expected a step of all members together, found one of each "
-            "of that name, of different commits; give another"
+def check_checkpoint_exists(directory: StoreDirectory, name: str) -> None:
+    """Raises ValueError without a checkpoint of that name; lists the others."""
+    if name not in (names := checkpoint_names(directory)):
+        raise ValueError(
+            f"{directory.path}: expected a checkpoint {name!r}; there are: "
+            f"{', '.join(names) or 'none'}"
         )
-    if member is None:
-        return first
-    if len(steps) != member.count:
-        raise StoreFormatError(
-            f"{first.path}: expected a whole step, found a member's part; give the "
-            "path of the run, or an export of it (jaxinf checkpoint export RUN DEST)"
-        )
-    starts = np.cumsum([0, *(len(one.places) for one in steps)]).tolist()
-    leaves, sums, bounds = [], first.manifest.no_checksums(), dict[str, np.float32]()
-    for held in zip(*(one.manifest.leaves for one in steps), strict=True):
-        owners = enumerate(held[0].owners)
-        csds = tuple(starts[own] + held[own].csds[n] for n, own in owners)
-        leaves.append(structs.replace(held[0], csds=csds, owners=()))
-    for one in steps:
-        for name, leaf, _ in one.manifest.arrays():
-            sums[name][list(leaf.held)] = one.commit.checksums[name]
-        for name, bound in one.commit.inexact.items():
-            bounds[name] = max(bound, bounds.get(name, bound))
-    changes = {"leaves": tuple(leaves), "csds": (), "member": None}
-    return CommittedStep(
-        first.path,
-        structs.replace(first.manifest, **changes),
-        first.commit.replace(checksums=sums, commit="", inexact=bounds),
-        tuple(place for one in steps for place in one.places),
-        next((one.warning for one in steps if one.warning), ""),
-    )
 
 
-# --- pins ----------------------------------------------------------------------------
+def remove_step(directory: StoreDirectory, place: str) -> None:
+    for root in reversed(directory.step_roots(place)):
+        shutil.rmtree(root, ignore_errors=True)
+
+
+# --- snapshots -----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
-    """Pins the committed step until the context ends.
+    """Pins the committed step by a snapshot until the context ends.
 
     Any process may do this, beside a running writer; no data moves. It raises as
-    `read_owned`, and a StoreIOError if the store cannot be written to.
+    `open_for_writing`, and a StoreIOError if the store cannot be written to.
     """
     place = f"snapshots/{uuid.uuid4().hex}"
     root = directory.step_path(place)
@@ -147,23 +129,24 @@ def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
             translated("snapshot of the committed step", root),
             lock_exclusively(directory.publish_lock),
         ):
-            if directory.lock is None:  # it may have been copied in place
-                directory = read_owned(directory.path)
-            slot = directory.need_slot()
+            if directory.lock is None:  # a copy may have replaced the store in place
+                directory = open_for_writing(directory.path)
+            slot = directory.require_committed_slot()
             undo.callback(remove_step, directory, place)
             root.mkdir(parents=True)
-            undo.enter_context(lock_exclusively(root / _OWNER_LOCK))
+            undo.enter_context(lock_exclusively(root / _READER_LOCK))
             record = directory.step_path(slot) / "commit.json"
-            make_place(directory, place, CommitRecord.read(record).carry, source=slot)
+            carry = CommitRecord.read(record).carry
+            make_step_files(directory, place, carry, source=slot)
             link_file(record, root / "commit.json")
-        yield step_of(directory, root)
+        yield read_step(directory, root)
 
 
 @contextlib.contextmanager
 def readable_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
-    """Pins the committed step, or yields it as it is, with a warning.
+    """Pins the committed step if it can; otherwise yields it with a warning.
 
-    It is as it is if it lacks a chunk, or if this user cannot write to the store.
+    It cannot if a chunk is missing, or if this user cannot write to the store.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -186,252 +169,24 @@ def prune_snapshots(directory: StoreDirectory) -> None:
         return
     with lock_exclusively(directory.publish_lock):
         for entry in root.iterdir():
-            if not entry.is_dir() or entry.is_symlink():
+            if not is_folder(entry):
                 continue
             try:
-                with contextlib.closing(LockFile(entry / _OWNER_LOCK, waits=False)):
+                with contextlib.closing(LockFile(entry / _READER_LOCK, waits=False)):
                     remove_step(directory, f"snapshots/{entry.name}")
             except BlockingIOError:
-                pass  # its owner lives
+                pass  # its reader lives
             except StoreIOError:
-                if entry.exists():  # else its owner has just removed it
+                if entry.exists():  # otherwise its reader has just removed it
                     raise
 
 
-def remove_step(directory: StoreDirectory, place: str) -> None:
-    """Removes a step at a place, on every CSD and in the store."""
-    for root in reversed(directory.folders(place)):
-        shutil.rmtree(root, ignore_errors=True)
-
-
-# --- checkpoints ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """A checkpoint of a store."""
-
-    name: str
-    step: int
-    committed_at: str  # UTC
-
-
-def checkpoint_names(*members: StoreDirectory) -> list[str]:
-    """Returns the names of the checkpoints that a store, or each member, has."""
-    places = [[*(one.path / "checkpoints").glob("[!.]*")] for one in members]
-    names = [{x.name for x in p if x.is_dir() and not x.is_symlink()} for p in places]
-    return sorted(set.intersection(*names))
-
-
-def list_checkpoints(*members: StoreDirectory) -> list[CheckpointInfo]:
-    """Returns the checkpoints that all members have of one commit, by step and name.
-
-    One whose record cannot be read is left out, with a warning; nothing else is read.
-    """
-    found = []
-    for name in checkpoint_names(*members):
-        records = []
-        for path in [one.path / "checkpoints" / name for one in members]:
-            try:
-                records.append(CommitRecord.read(path / "commit.json"))
-            except StoreError as error:
-                if path.exists():  # otherwise another process has just removed it
-                    _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
-        commits = {record.commit for record in records}
-        if len(records) == len(members) and len(commits) == 1:
-            own = records[0]
-            found.append(CheckpointInfo(name, own.step, own.committed_at))
-    return sorted(found, key=lambda info: (info.step, info.name))
-
-
-def check_exists(directory: StoreDirectory, name: str) -> None:
-    """Raises ValueError without a checkpoint of that name; lists the others."""
-    if name not in (names := checkpoint_names(directory)):
-        raise ValueError(
-            f"{directory.path}: expected a checkpoint {name!r}; there are: "
-            f"{', '.join(names) or 'none'}"
+def check_unread(directory: StoreDirectory) -> None:
+    """Refuses a store that has a snapshot: another process reads it."""
+    root = directory.path / "snapshots"
+    if root.is_dir() and any(root.iterdir()):
+        raise StoreLockedError(
+            f"{directory.path}: expected nobody who reads its step, found a pinned one "
+            f"in {root}: an export, a look or another copy is under way; wait for it, "
+            "or copy to another path"
         )
-
-
-def save_checkpoint(
-    directory: StoreDirectory, name: str | None = None, *, overwrite: bool = False
-) -> str:
-    """Keeps the committed step; any process may do so beside a running writer.
-
-    Blocks until the checkpoint is durable. It takes time and space only for the links.
-    From the next steps on, the step's data is on the drives twice; the room for that is
-    checked first.
-
-    Args:
-      name: name of the checkpoint, which is returned. By default it is the step's
-        number, and Orbax's CheckpointManager lists it.
-      overwrite: whether a checkpoint of that name is replaced. It stays until the new
-        one is complete and durable.
-
-    Raises:
-      ValueError: the name is not valid, or is another step's number.
-      StoreMismatchError: there is a checkpoint of that name.
-      StoreSpaceError: the drives have too little room; nothing was made.
-    """
-    new = f"checkpoints/.new-{uuid.uuid4().hex}"
-    with _managed(directory) as directory, contextlib.ExitStack() as undo:
-        with lock_exclusively(directory.publish_lock):
-            slot = directory.need_slot()
-            record = directory.read_record(slot)
-            name = str(record.step) if name is None else name
-            _check_name(name, record.step)
-            place = f"checkpoints/{name}"
-            if not os.path.lexists(directory.step_path(place)):
-                _check_space(directory, slot)  # one that replaces another has its room
-            elif not overwrite or name not in checkpoint_names(directory):
-                raise StoreMismatchError(
-                    f"{directory.path}: there is a checkpoint {name!r} already; give "
-                    "another name, or replace it (store.checkpoint(name, overwrite="
-                    "True)), or remove it (jaxinf checkpoint remove "
-                    f'"{directory.path}" {name})'
-                )
-            undo.callback(remove_step, directory, new)
-            with translated("checkpoint", directory.step_path(place)):
-                make_place(directory, new, record.carry, source=slot, named=place)
-        directory.manifest.write(directory.step_path(new) / "jaxinf.json")
-        record.write(directory.step_path(new) / "commit.json")
-        directory.sync()
-        old = f"checkpoints/{_ASIDE}{name}"
-        with translated("checkpoint", directory.step_path(place)):
-            _rename(directory, place, old)  # if there is one
-            _rename(directory, new, place, appears=True)
-        undo.pop_all()
-        remove_step(directory, old)
-    return name
-
-
-def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
-    """Removes a checkpoint, damaged or not; blocks until its removal is durable."""
-    gone = f"checkpoints/.gone-{uuid.uuid4().hex}"
-    with _managed(directory) as directory:
-        check_exists(directory, name)
-        with translated("removal", directory.path / "checkpoints" / name):
-            _rename(directory, f"checkpoints/{name}", gone)
-        remove_step(directory, gone)
-
-
-def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """Makes a checkpoint the committed step; returns its record.
-
-    The caller is the store's writer and holds the lock of the checkpoints, too. The
-    links replace the content of the spare slot. The step committed before then becomes
-    the spare one, until the next step is written. A refusal changes nothing.
-    """
-    step, place = find_step(directory, name), f"checkpoints/{name}"
-    record, carried = step.commit, step.read_carry()
-    spare = other_slot(directory.need_slot())
-    _check_space(directory, None)
-    directory.unpublish(spare)
-    for one in directory.manifest.held():
-        directory.link_chunk(place, spare, one)
-    make_carry(directory.step_path(spare), directory.manifest, record.carry)
-    write_carry(directory.step_path(spare), record.carry, carried)
-    directory.sync()
-    directory.write_record(spare, record)
-    directory.flip(spare)
-    return record
-
-
-def prune_leftovers(directory: StoreDirectory) -> None:
-    """Removes checkpoints whose creation or removal was interrupted by a crash.
-
-    One that was to be replaced is put back, unless another has its name. The caller
-    holds the lock of the checkpoints.
-    """
-    root = directory.path / "checkpoints"
-    if not root.is_dir():
-        return
-    for old in sorted(root.glob(f"{_ASIDE}[!.]*")):
-        path = root / old.name.removeprefix(_ASIDE)
-        if os.path.lexists(path) or old.is_symlink() or not old.is_dir():
-            continue
-        places = [f"checkpoints/{one.name}" for one in (old, path)]
-        with translated("renaming", path):
-            for held, half in zip(*map(directory.data_paths, places), strict=True):
-                if held.exists():  # what is under the name is of the other one
-                    shutil.rmtree(half, ignore_errors=True)
-            _rename(directory, *places, appears=True)
-    names = {name for name in os.listdir(root) if not name.startswith(_LEFTOVERS)}
-    for folder in directory.folders("checkpoints"):
-        for name in os.listdir(folder) if folder.is_dir() else ():
-            if name not in names:
-                with translated("removal", folder / name):
-                    shutil.rmtree(folder / name)
-
-
-def take_over(directory: StoreDirectory) -> None:
-    """Notes a store on its CSDs, and removes what crashes and ended processes left.
-
-    The caller is its writer, and holds the lock of the checkpoints.
-    """
-    claim_csds(directory)
-    prune_snapshots(directory)
-    prune_leftovers(directory)
-    directory.prune_temporaries()
-
-
-@contextlib.contextmanager
-def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
-    """Locks the checkpoints; yields the store as read then, without leftovers."""
-    root = directory.path / "checkpoints"
-    with (
-        translated("checkpoint", root),
-        lock_exclusively(directory.path / "checkpoints.lock"),
-    ):
-        if directory.lock is None:
-            directory = read_owned(directory.path)
-        root.mkdir(exist_ok=True)
-        prune_leftovers(directory)
-        yield directory
-
-
-def _check_name(name: str, step: int) -> None:
-    """Refuses a checkpoint's name for a step."""
-    is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
-    is_other = name.isdecimal() and name != str(step)
-    if not name or not is_plain or is_other or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(
-            f"checkpoint name {name!r}: expected a file name that does not start with "
-            f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes, and as a "
-            f"number that of the step, {step}"
-        )
-
-
-def _rename(
-    directory: StoreDirectory, old: str, new: str, *, appears: bool = False
-) -> None:
-    """Renames a checkpoint, on CSDs too; one that appears is complete before."""
-    pairs = list(zip(*map(directory.folders, (old, new)), strict=True))
-    for source, target in reversed(pairs) if appears else pairs:
-        if source.exists():
-            source.rename(target)
-            fsync_directory(source.parent)
-
-
-def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
-    """Refuses if later steps would have no room to replace the linked files.
-
-    Those of the slot `pinned` are about to be linked to. No step writes a chunk that
-    both slots share, except after a restore.
-    """
-    needs, shared = Counter[Path](), Counter[Path]()
-    for one in directory.manifest.held():
-        files = {slot: directory.chunk_file(slot, one) for slot in SLOTS}
-        found = {slot: os.lstat(file) for slot, file in files.items() if file.exists()}
-        inodes = {(status.st_dev, status.st_ino) for status in found.values()}
-        own = shared if len(inodes) < len(found) else needs
-        own[directory.csd_directories[one.csd]] += one.drive_bytes * sum(
-            slot not in found or slot == pinned or found[slot].st_nlink > 1
-            for slot in SLOTS
-        )
-    check_free_space(
-        needs or shared,
-        "with this checkpoint the steps to come need",
-        "free some, or remove another checkpoint (jaxinf checkpoint "
-        f'list "{directory.path}")',
-    )

@@ -1,24 +1,23 @@
-"""Compares a committed step's files with its record, chunk by chunk.
+"""Compares the files of a committed step with what its record says.
 
 Invariant: files are only read, through one small buffer for each thread. All damage is
 found, not only the first, and a file that two steps share is read once.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.store.commit import CarriedArray
+from jaxinf.store.carried_arrays import CarriedArray, read_carry
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.files import TIMES, read_carry, step_files
 from jaxinf.store.manifest import ChunkFile
-from jaxinf.store.reader import StepReader, over
-from jaxinf.store.steps import find_step, step_of
+from jaxinf.store.reader import StepReader, map_in_threads
+from jaxinf.store.step_files import TIMES, step_files
+from jaxinf.store.steps import find_step, read_step
 from jaxinf.transfer import check_length, read_beneath
 from jaxinf.typing import ProgressCallback
 
@@ -34,7 +33,7 @@ class Damage:
 
 def step_bytes(directory: StoreDirectory) -> int:
     """Returns the bytes of state in one committed step, without padding."""
-    return sum(one.num_bytes for one in directory.manifest.held())
+    return sum(chunk.num_bytes for chunk in directory.manifest.held_chunks())
 
 
 def verify_step(
@@ -45,75 +44,78 @@ def verify_step(
     seen: dict[tuple[int, int], int] | None = None,
     num_threads: int = 4,
 ) -> list[Damage]:
-    """Returns all damage of a step; blocks.
+    """Returns all damage of a step: a slot, a checkpoint or a snapshot; blocks.
+
+    A snapshot's own links are new: those of both slots are checked in their place.
 
     Args:
-      step_path: a slot, a checkpoint, or a snapshot, whose own links are new: with it
-        those of both slots are looked at.
       progress: called with the bytes done and in all.
-      seen: checksums of files by device and inode, to which those of this step are
-        added, so that a file of several steps is read once.
+      seen: checksums of files by device and inode, so that a file of several steps is
+        read once; this step's are added.
     """
-    place, damages = directory.place_of(step_path), list[Damage]()
     try:
-        step = step_of(directory, step_path)
+        step = read_step(directory, step_path)
         step.check()
     except StoreFormatError as error:
         return [Damage(step_path / "commit.json", "commit record", str(error))]
-    for file, what, check in _checks(directory, place, step.commit.carry):
-        try:
-            check()
-        except (StoreError, ValueError) as error:
-            damages.append(Damage(file, what, str(error)))
+    place = directory.place_of(step_path)
+    damages = [*_find_damaged_files(directory, place, step.commit.carry)]
     seen, total, done = {} if seen is None else seen, step_bytes(directory), 0
     with StepReader(step) as reader:
 
-        def damage_of(one: ChunkFile) -> Damage | None:
-            root, problem = step.places[one.csd], ""
-            sums = step.commit.checksums[one.array]
-            expected = int(sums[one.leaf.places[one.chunk]])
+        def find_damage(chunk: ChunkFile) -> Damage | None:
+            root, name, problem = step.chunk_roots[chunk.csd], chunk.name, ""
+            checksums = step.commit.checksums[chunk.array_name]
+            expected = int(checksums[chunk.leaf.positions[chunk.number]])
             try:
-                check_length(root, one.name, one.num_bytes)
-                status = os.lstat(root / one.name)
+                check_length(root, name, chunk.num_bytes)
+                status = os.lstat(root / name)
                 inode = (status.st_dev, status.st_ino)
                 if inode not in seen:
-                    seen[inode] = reader.checksum(root, one)
+                    seen[inode] = reader.checksum(root, chunk)
+                wanted, size = chunk.file_bytes, status.st_size
                 if (found := seen[inode]) != expected:
                     problem = f"expected CRC-32C {expected:08x}, found {found:08x}"
-                elif (size := status.st_size) != one.file_bytes:  # for stock readers
-                    problem = f"expected a file of {one.file_bytes} bytes, found {size}"
+                elif size != wanted:  # other zarr readers read the padding, too
+                    problem = f"expected a file of {wanted} bytes, found {size}"
             except (StoreError, OSError) as error:
                 problem = str(error)
-            return Damage(root / one.name, str(one), problem) if problem else None
+            return Damage(root / name, str(chunk), problem) if problem else None
 
-        for one, damage in over(directory.manifest.held(), damage_of, num_threads):
+        chunks = directory.manifest.held_chunks()
+        for chunk, damage in map_in_threads(chunks, find_damage, num_threads):
             damages += [damage] if damage is not None else []
-            done += one.num_bytes
+            done += chunk.num_bytes
             if progress is not None:
                 progress(done, total)
     return damages
 
 
-def _checks(
+def _find_damaged_files(
     directory: StoreDirectory, place: str, carry: Sequence[CarriedArray]
-) -> Iterator[tuple[Path, str, Callable[[], object]]]:
-    """Yields what a step has beside chunks: file, description, and what checks it."""
+) -> Iterator[Damage]:
+    """Yields the damage of a step's files that are no chunks."""
     is_pinned = place.startswith("snapshots/")
-    for own in (place, *SLOTS) if is_pinned else (place,):
-        step = directory.step_path(own)
-        for name, what in step_files(directory, own, carry):
-            match what:
-                case str() if own != place or not is_pinned:
-                    check = partial(_check_link, directory, step / name, what)
-                    yield step / name, f"link {name}", check
-                case bytes() if own == place:
-                    yield step / name, name, partial(_check_document, step, name, what)
-                case CarriedArray() if own == place:
-                    yield step / name, name, partial(read_carry, step, [what])
+    for checked in (place, *SLOTS) if is_pinned else (place,):
+        step = directory.step_path(checked)
+        for name, content in step_files(directory, checked, carry):
+            try:
+                match content:
+                    case str() if checked != place or not is_pinned:
+                        _check_link(directory, step / name, content)
+                    case bytes() if checked == place:
+                        _check_document(step, name, content)
+                    case CarriedArray() if checked == place:
+                        read_carry(step, [content])
+            except (StoreError, ValueError) as error:
+                what = f"link {name}" if isinstance(content, str) else name
+                yield Damage(step / name, what, str(error))
     if place.startswith("checkpoints/"):
-        check = partial(find_step, directory, place.removeprefix("checkpoints/"))
-        file = directory.step_path(place) / "jaxinf.json"
-        yield file, "jaxinf.json", check
+        try:
+            find_step(directory, place.removeprefix("checkpoints/"))
+        except (StoreError, ValueError) as error:
+            file = directory.step_path(place) / "jaxinf.json"
+            yield Damage(file, file.name, str(error))
 
 
 def _check_document(step: Path, name: str, expected: bytes) -> None:
@@ -123,15 +125,15 @@ def _check_document(step: Path, name: str, expected: bytes) -> None:
 
 
 def _content(raw: bytes) -> Any:
-    """Returns what a document says; its spelling and times may differ."""
+    """Returns what a document says, without its spelling and its times."""
     try:
-        found = parse_json(raw)
+        content = parse_json(raw)
     except DocumentError:
         return raw
     for name in TIMES:
-        if isinstance(found, dict) and isinstance(found.get(name), int):
-            del found[name]
-    return found
+        if isinstance(content, dict) and isinstance(content.get(name), int):
+            del content[name]
+    return content
 
 
 def _check_link(directory: StoreDirectory, link: Path, target: str) -> None:

@@ -13,9 +13,9 @@ from raw_stores import flip_bit as flip
 import jaxinf
 from jaxinf.store import (
     StoreDirectory,
-    all_members,
     find_members,
     list_checkpoints,
+    open_members,
     save_checkpoint,
     seal,
 )
@@ -117,7 +117,7 @@ def members(store, run):
 def test_a_step_that_one_member_is_still_to_flip_to_is_not_given_up(members, run):
     place, both = members(num_steps=1)
     for one in both:  # killed when all have met, and one has flipped and kept it
-        for chunk in one.manifest.held():
+        for chunk in one.manifest.held_chunks():
             one.link_chunk("a", "b", chunk)
         record = one.read_record("a").replace(step=4, commit=f"{4:032}-4")
         one.write_record("b", record)
@@ -139,7 +139,7 @@ def test_members_without_a_common_step_go_back_to_a_checkpoint(members, run):
     advice = f"jaxinf checkpoint restore {place} NAME --discard-current"
     assert run(*words).err.strip().endswith(advice)
     assert run(*words, "--discard-current").status == 0
-    assert {n.name: n.step for n in list_checkpoints(*all_members(place))} == {"x": 2}
+    assert {n.name: n.step for n in list_checkpoints(*open_members(place))} == {"x": 2}
     assert run("verify", place).status == 0
 
 
@@ -149,7 +149,7 @@ def test_a_member_s_damaged_record_leaves_other_checkpoints_listed(
     place, (_, one) = members()
     assert run("checkpoint", "save", place, "y").status == 0
     (one.path / "checkpoints" / "x" / "commit.json").write_text("{}")
-    assert [info.name for info in list_checkpoints(*all_members(place))] == ["y"]
+    assert [info.name for info in list_checkpoints(*open_members(place))] == ["y"]
     assert "no checkpoint that can be read" in caplog.text
 
 

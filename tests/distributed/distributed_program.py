@@ -49,7 +49,7 @@ POINTS = {
     "flip": (StoreDirectory, "flip"),
     "checkpoint": (jaxinf.engine.store, "save_checkpoint"),
     "restore": (jaxinf.engine.opening, "restore_checkpoint"),
-    "recover": (jaxinf.engine.opening, "to_step"),
+    "recover": (jaxinf.engine.opening, "go_to_step"),
     "agree": (Group, "gather"),
 }
 """The functions of the real code at which a process can be told to die."""
@@ -139,7 +139,7 @@ def digest(store):
     whole = hashlib.sha256()
     for leaf in store._manifest.leaves:
         for state in leaf.states:
-            if not state.is_beside:
+            if not state.is_companion:
                 whole.update(store.read(state.name, leaf.name).tobytes())
     return whole.hexdigest()
 

@@ -2,7 +2,7 @@
 
 A member is a small model of a store: two slots, each with data and a record, and the
 name `current`. The order of a commit and the choice after a crash are the real code's,
-`jaxinf.store.CommitAction` and `agreed_step`. Whatever was not synced may be lost in
+`jaxinf.store.CommitAction` and `agree_on_step`. Whatever was not synced may be lost in
 part.
 """
 
@@ -10,7 +10,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from jaxinf.errors import ProcessError
-from jaxinf.store import CommitAction, HeldSteps, StepId, agreed_step
+from jaxinf.store import CommitAction, HeldSteps, StepId, agree_on_step
 
 UNPUBLISH, WRITE, REWRITE = "unpublish", "write", "rewrite"
 TORN = StepId(-1, "torn")
@@ -171,7 +171,7 @@ def _recovered(members, state):
     """Returns the state in which members go on; checks what they are promised."""
     published = max(member.step for member in state.members)
     try:
-        step = agreed_step([member.held() for member in members])
+        step = agree_on_step([member.held() for member in members])
     except ProcessError:
         raise Violation(f"no common step: {members}") from None
     if state.going_back:

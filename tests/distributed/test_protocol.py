@@ -5,7 +5,7 @@ from families import LONG
 from protocol_explorer import EARLY, WITHOUT_MEETING, Violation, explore
 
 from jaxinf.errors import ProcessError
-from jaxinf.store import HeldSteps, StepId, agreed_step
+from jaxinf.store import HeldSteps, StepId, agree_on_step
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -27,6 +27,6 @@ def test_a_broken_protocol_is_refuted(broken):
 
 def test_members_agree_on_a_step_by_its_commit():
     old, new = StepId(7, "a"), StepId(7, "b")
-    assert agreed_step([HeldSteps(old, new), HeldSteps(new, old)]) == new
+    assert agree_on_step([HeldSteps(old, new), HeldSteps(new, old)]) == new
     with pytest.raises(ProcessError, match="a step that all members have"):
-        agreed_step([HeldSteps(old, None), HeldSteps(new, None)])
+        agree_on_step([HeldSteps(old, None), HeldSteps(new, None)])

@@ -11,7 +11,7 @@ from inject import at_each_call
 from raw_stores import edit
 
 from jaxinf.errors import StoreIOError, StoreMismatchError, StoreSpaceError
-from jaxinf.store import restore_whole, verify_step
+from jaxinf.store import restore_members_checkpoint, verify_step
 
 
 def path_of(driver, name):
@@ -21,8 +21,8 @@ def path_of(driver, name):
 def data_files(driver, name):
     """The real files of a checkpoint's chunks."""
     directory = driver.files.directory
-    held = directory.manifest.held()
-    return [directory.chunk_file(f"checkpoints/{name}", one) for one in held]
+    held = directory.manifest.held_chunks()
+    return [directory.chunk_path(f"checkpoints/{name}", one) for one in held]
 
 
 def is_clean(driver, name):
@@ -194,7 +194,7 @@ def test_leftovers_of_a_crash_go(drive, place):
     for folder in folders:
         (folder / "kept").rename(folder / ".old-kept")
     (folders[-1] / "kept" / "half").mkdir(parents=True)
-    restore_whole(driver.store.path, "kept", discard_current=True)
+    restore_members_checkpoint(driver.store.path, "kept", discard_current=True)
     assert [p.name for p in place.rglob("checkpoints/*")] == ["kept"] * 3
     again = drive(driver.store.path).init()
     again.check(1, path_of(again, "kept"))

@@ -13,7 +13,7 @@ from jaxinf.store import (
     StepReader,
     StoreDirectory,
     pinned_step,
-    step_of,
+    read_step,
     verify_step,
 )
 
@@ -37,9 +37,9 @@ def bind(driver, leaf, state):
 
 def read_raw(driver, leaf, state):
     record = next(r for r in driver.files.directory.manifest.leaves if r.name == leaf)
-    step = step_of(driver.files.directory, driver.store.path / "current")
+    step = read_step(driver.files.directory, driver.store.path / "current")
     with StepReader(step) as reader:
-        list(reader.stored(ChunkFile(-1, record, record.state(state), 0)))
+        list(reader.stored_pieces(ChunkFile(-1, record, record.state(state), 0)))
 
 
 def verify(driver, leaf, state):

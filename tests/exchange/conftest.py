@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import raw_stores
 
-from jaxinf.store import ScalarState, StateRecord, step_of
+from jaxinf.store import ScalarState, StateRecord, read_step
 from jaxinf.typing import BFLOAT16
 
 STATES = (
@@ -47,7 +47,7 @@ def make_step(place):
         fields = {"scalar_state": scalars, "skipped_steps": 2, "payload": {"seed": 3}}
         draw = partial(raw_stores.any_bits, np.random.default_rng(0))
         arrays = raw_stores.publish(directory, "a", draw, step=7, **fields)
-        return step_of(directory, directory.path / "current"), arrays
+        return read_step(directory, directory.path / "current"), arrays
 
     return make
 

@@ -109,10 +109,10 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 import jaxinf.exchange as exchange
-from jaxinf.store import CopyLayout, StoreDirectory, copy_step, step_of
+from jaxinf.store import CopyLayout, StoreDirectory, copy_step, read_step
 way, store, export, again = sys.argv[1], *map(Path, sys.argv[2:])
 url = f"file://{export}"
-step = step_of(StoreDirectory.open(store), store / "current")
+step = read_step(StoreDirectory.open(store), store / "current")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if way == "copy_step":
     copy_step(exchange.export_source(url, 16 << 20), again, CopyLayout())

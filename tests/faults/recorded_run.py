@@ -18,8 +18,8 @@ from jaxinf.kernels import compiled
 from jaxinf.store import (
     checkpoint_names,
     find_step,
-    held_steps,
     other_slot,
+    read_held_steps,
     verify_step,
 )
 
@@ -100,7 +100,7 @@ class RecordedRun:
         """Whether the step of the spare slot is complete."""
         files = driver.files.directory
         slot = other_slot(files.committed_slot())
-        if (spare := held_steps(files).spare) is None:
+        if (spare := read_held_steps(files).spare) is None:
             return True
         if verify_step(files, files.step_path(slot)):
             self.num_mixed_spares += 1

@@ -13,12 +13,12 @@ from jaxinf.layout import (
     LeafGrid,
     box_runs,
     choose_grid,
-    covers,
-    deal,
+    chunks_of_box,
+    cut_portions,
+    cut_subgroups,
+    deal_chunks,
     gather,
-    portions,
     scatter,
-    subgroups,
     target_view,
 )
 
@@ -138,7 +138,7 @@ def test_shards_are_covered_by_whole_chunks(case):
     found, chunks = [], grid.chunks()
     for shard in itertools.product(*map(range, counts)):
         start = tuple(i * e for i, e in zip(shard, extent, strict=True))
-        positions = covers(grid, start, extent)
+        positions = chunks_of_box(grid, start, extent)
         assert positions == sorted(positions)
         for chunk in (chunks[i] for i in positions):
             for dim, first in enumerate(chunk.start):
@@ -156,7 +156,7 @@ def test_a_partly_covered_chunk_is_refused():
         ((4, 3), (4, 1), 1),
     ):
         with pytest.raises(ValueError, match=f"partly inside along dimension {dim}"):
-            covers(LeafGrid((10, 6), (4, 3)), start, extent)
+            chunks_of_box(LeafGrid((10, 6), (4, 3)), start, extent)
 
 
 # --- parts of chunks -----------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_portions_partition_the_leaf_and_are_runs_of_chunks(case, max_elements):
     seen = np.zeros(grid.shape, int)
     whole = np.arange(math.prod(grid.shape)).reshape(grid.shape)
     chunks = grid.chunks()
-    for portion in portions(grid, max_elements):
+    for portion in cut_portions(grid, max_elements):
         assert 0 < portion.num_elements <= max_elements
         seen[portion.slices] += 1
         file = whole[chunks[portion.chunk].slices].reshape(-1)
@@ -245,7 +245,7 @@ def test_every_element_is_in_one_subgroup(shape, max_elements, max_chunk_element
     grid = choose_grid(shape, max_chunk_elements=max_chunk_elements)
     chunks = grid.chunks()
     csds, runs = [i % 3 for i in range(len(chunks))], [[] for _ in chunks]
-    for run in subgroups(7, grid, csds, max_elements):
+    for run in cut_subgroups(7, grid, csds, max_elements):
         assert (run.leaf, run.csd) == (7, csds[run.chunk])
         assert run.offset_elements == sum(runs[run.chunk])
         assert run.offset_elements % UNIT == 0
@@ -263,8 +263,8 @@ def test_every_element_is_in_one_subgroup(shape, max_elements, max_chunk_element
     st.integers(1, 17),
 )
 def test_assignment_is_balanced_and_deterministic(chunk_bytes, num_csds):
-    csds = deal(chunk_bytes, num_csds)
-    assert csds == deal(list(chunk_bytes), num_csds)
+    csds = deal_chunks(chunk_bytes, num_csds)
+    assert csds == deal_chunks(list(chunk_bytes), num_csds)
     assert len(csds) == len(chunk_bytes)
     loads = [0] * num_csds
     for num_bytes, csd in zip(chunk_bytes, csds, strict=True):
@@ -273,4 +273,4 @@ def test_assignment_is_balanced_and_deterministic(chunk_bytes, num_csds):
     smallest_possible = max(max(chunk_bytes, default=0), sum(loads) / num_csds)
     is_bounded = max(loads) <= 4 / 3 * smallest_possible + 1e-9
     assert is_bounded or max(loads) - min(loads) <= max(chunk_bytes)
-    assert deal([4096] * 20, num_csds) == [i % num_csds for i in range(20)]
+    assert deal_chunks([4096] * 20, num_csds) == [i % num_csds for i in range(20)]

@@ -10,7 +10,7 @@ from store_driver import Driver
 from jaxinf.cli.commands import main
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ObjectStore, export_url
-from jaxinf.store import StoreDirectory, step_of
+from jaxinf.store import StoreDirectory, read_step
 
 LEAVES = {"w": ((6, 4096), "float32"), "half": ((33, 257), "bfloat16")}
 KILLED = Path(__file__).parents[1] / "programs/killed_export.py"
@@ -26,7 +26,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture
 def step(store):
-    return step_of(StoreDirectory.open(store), store / "current")
+    return read_step(StoreDirectory.open(store), store / "current")
 
 
 def is_put_of(environ, name):

@@ -13,7 +13,7 @@ from small_stores import same
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.store import read_owned, verify_step
+from jaxinf.store import open_for_writing, verify_step
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64), "b": jnp.ones(3)}
 
@@ -46,7 +46,7 @@ def carried(path, **options):
 
 def damages(path):
     """All damage of the slots and checkpoints that have a record."""
-    directory = read_owned(path)
+    directory = open_for_writing(path)
     steps = [file.parent for file in path.glob("*/*/commit.json")]
     return [damage for step in steps for damage in verify_step(directory, step)]
 

@@ -23,8 +23,8 @@ from jaxinf.store import (
     StepReader,
     StoreDirectory,
     find_members,
+    read_step,
     save_checkpoint,
-    step_of,
     store_source,
     verify_step,
 )
@@ -69,7 +69,7 @@ def contents(path, checkpoint=None):
             return _arrays(source.step)
     directory = StoreDirectory.open(path)
     place = path / ("current" if checkpoint is None else f"checkpoints/{checkpoint}")
-    return _arrays(step_of(directory, place))
+    return _arrays(read_step(directory, place))
 
 
 def _arrays(step):
@@ -78,7 +78,7 @@ def _arrays(step):
             leaf.array_name(state.name): decoded(reader, leaf, state).tobytes()
             for leaf in step.manifest.leaves
             for state in leaf.states
-            if not state.is_beside
+            if not state.is_companion
         }
 
 

@@ -14,7 +14,7 @@ from copies import copied
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import ExportOptions, export_url
-from jaxinf.store import StoreDirectory, step_of
+from jaxinf.store import StoreDirectory, read_step
 
 
 def in_child(action):
@@ -34,7 +34,7 @@ def export(store, url, after=None):
         if after is not None and done >= after * total:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    step = step_of(StoreDirectory.open(store), store / "current")
+    step = read_step(StoreDirectory.open(store), store / "current")
     export_url(step, url, options=ExportOptions(1 << 20, progress=stop))
 
 

@@ -60,12 +60,12 @@ def test_what_takes_a_linked_file_s_place(make_directory, write_step, keeps, num
     directory = make_directory(num_csds=num_csds)
     write_step(directory, "a", 0)
     one = chunk_of(directory, 0, "mu")
-    file = directory.chunk_file("a", one)
+    file = directory.chunk_path("a", one)
     before = file.stat().st_ino
-    assert directory.prepare_write("a", one, keeps=keeps) == file
+    assert directory.prepare_write("a", one, keeps_content=keeps) == file
     assert file.stat().st_ino == before
     os.link(file, other := file.with_name("other"))
-    assert directory.prepare_write("a", one, keeps=keeps) == file
+    assert directory.prepare_write("a", one, keeps_content=keeps) == file
     assert not file.samefile(other)
     assert file.stat().st_nlink == other.stat().st_nlink == 1
     wanted = other.read_bytes() if keeps else bytes(other.stat().st_size)

@@ -23,7 +23,7 @@ from jaxinf.store import (
     seal,
     verify_step,
 )
-from jaxinf.store.documents import array_name, encode_key
+from jaxinf.store.names import array_name, encode_key
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.store import LeafRecord, Manifest, Member, StateRecord, lay_out, seal
+from jaxinf.store import LeafRecord, Manifest, Member, StateRecord, place_chunks, seal
 from jaxinf.store.manifest import FORMAT_VERSION
 
 HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}
@@ -60,13 +60,13 @@ def test_a_members_chunks_have_owners(tmp_path):
         csds=(0, 0),
     )
     whole = Manifest.of_contents([leaf], {"k0": ("x",)})
-    member = lay_out(whole, (), member=Member("b" * 32, 1, 2), owners=[(0, 1)])
+    member = place_chunks(whole, (), member=Member("b" * 32, 1, 2), owners=[(0, 1)])
     path = tmp_path / "jaxinf.json"
     member.write(path)
     held = Manifest.read(path)
     assert held == member
     assert held.num_held_params == 4096
-    assert list(held.leaves[0].held) == [1]
+    assert list(held.leaves[0].held_numbers) == [1]
     for owners in (0, 2), (0,):
         leaf = structs.replace(member.leaves[0], owners=owners)
         structs.replace(member, leaves=(leaf,)).write(path)

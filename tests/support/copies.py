@@ -48,9 +48,9 @@ def chunks_of(path, place=None):
     place = place or directory.committed_slot()
     for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:
-            for chunk in leaf.held:
+            for chunk in leaf.held_numbers:
                 held = ChunkFile(number, leaf, state, chunk)
-                file = directory.chunk_file(place, held)
+                file = directory.chunk_path(place, held)
                 raw = file.read_bytes()[: held.num_bytes]
                 found[leaf.name, state.name, chunk] = raw
     return found

@@ -29,10 +29,10 @@ from jaxinf.store import (
     StepReader,
     StoreDirectory,
     list_checkpoints,
+    read_step,
     remove_checkpoint,
     save_checkpoint,
     seal,
-    step_of,
     verify_step,
 )
 from jaxinf.train.data.tokenizer import open_tokenizer
@@ -210,9 +210,9 @@ def _status_bytes(name):
 def read_everything(path):
     directory = StoreDirectory.open(path)
     directory.read_commit()
-    with StepReader(step_of(directory, path / "current")) as reader:
-        for one in directory.manifest.held():
-            for _ in reader.pieces(one) if not one.state.is_beside else ():
+    with StepReader(read_step(directory, path / "current")) as reader:
+        for one in directory.manifest.held_chunks():
+            for _ in reader.decoded_pieces(one) if not one.state.is_companion else ():
                 pass
     for step in (path / "slots/b", path / "checkpoints/2"):
         verify_step(directory, step)

@@ -21,7 +21,7 @@ from jaxinf.store import (
     create_store,
     dtype_of,
     find_leaf,
-    lay_out,
+    place_chunks,
     seal,
 )
 from jaxinf.transfer import crc32c
@@ -74,7 +74,7 @@ def make_manifest(states, leaves, csd_roots=(), chunk_elements=4096):
         kernels={"k0": ("%0 = mul #, gradient", "update = %0")},
         leaves=records,
     )
-    return lay_out(contents, csd_roots)
+    return place_chunks(contents, csd_roots)
 
 
 def chunk_of(directory, leaf, state, chunk=0):
@@ -85,7 +85,7 @@ def chunk_of(directory, leaf, state, chunk=0):
 
 def chunk_file(directory, place, leaf, state, chunk=0):
     """Returns the real file of a step's chunk; the arguments are as for `chunk_of`."""
-    return directory.chunk_file(place, chunk_of(directory, leaf, state, chunk))
+    return directory.chunk_path(place, chunk_of(directory, leaf, state, chunk))
 
 
 def make_store(path, states, leaves, csd_roots=(), chunk_elements=4096):

@@ -191,7 +191,7 @@ class Driver:
         directory = self.files.directory
         places = [path] * len(directory.csd_directories)
         if path.is_relative_to(self.store.path):
-            places = directory.data_paths(directory.place_of(path))
+            places = directory.chunk_roots(directory.place_of(path))
         record = CommitRecord.read(path / "commit.json")
         step = CommittedStep(path, directory.manifest, record, tuple(places))
         with StepReader(step) as reader:
@@ -199,7 +199,7 @@ class Driver:
                 record.name: tuple(
                     decoded(reader, record, state)
                     for state in record.states
-                    if not state.is_beside
+                    if not state.is_companion
                 )
                 for record in self.files.directory.manifest.leaves
             }

@@ -130,7 +130,7 @@ def states(store):
         (state.name, leaf.name): store.read(state.name, leaf.name)
         for leaf in StoreDirectory.open(store.path).manifest.leaves
         for state in leaf.states
-        if not state.is_beside
+        if not state.is_companion
     }
 
 

@@ -76,7 +76,7 @@ def arguments_of(kernel, form):
 
 def contents(state):
     if isinstance(state, CodedSlot):
-        beside = state.beside
+        beside = state.companion
         return state.codes.tobytes(), b"" if beside is None else beside.tobytes()
     return state.tobytes(), b""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from jaxinf.errors import StoreFormatError, StreamError
-from jaxinf.store import CommitRecord, KeptCuts, cuts_of_before
+from jaxinf.store import CommitRecord, KeptCuts, read_old_cuts
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
 
@@ -58,7 +58,7 @@ def kept_cuts(
     """
     num_nodes = len(ready.forward)
     ((name, own),) = streams_of(ready, [0, num_nodes]).items()
-    kept = record.streams.get(name) or cuts_of_before(store, name)
+    kept = record.streams.get(name) or read_old_cuts(store, name)
     if kept is None:
         return None
     if structs.replace(kept, cuts=own.cuts) != own:
