@@ -267,14 +267,16 @@ def passes(case: Case) -> str:
         with warnings.catch_warnings(action="ignore"):  # optax's deprecations
             tx = case.make()
             extra_args = case.extra_args(params)
-            program = trace_update(tx, params, extra_args, may_recall="all")
+            program = trace_update(tx, params, extra_args, may_read="all")
             check_init(trace_init(tx, params))
             found = passes_for(program)
     except Exception:  # optax may raise anything; the refusal is among the remarks
         return REFUSED
     words = ["at once" if found.num_passes == 1 else f"{found.num_passes} passes"]
-    own = {value for part in found.parts.values() for value in part.own}
-    if own & {*found.recalled}:  # a pass reads stored state before the kernel does
+    own = {value for part in found.parts.values() for value in part.leaf_inputs}
+    if own & {
+        *found.prologue_state
+    }:  # a pass reads stored state before the kernel does
         words.append("state twice")
     return ", ".join(words)
 

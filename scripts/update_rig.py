@@ -17,7 +17,7 @@ from floor import Piece, Transfer
 import jaxinf
 from jaxinf.compress import SparseLeaf
 from jaxinf.engine import SubgroupLayout, UpdateRequest, engine_of
-from jaxinf.optimizer.leaf_call import LeafCall, grouped
+from jaxinf.optimizer.leaf_call import LeafCall, group_leaves
 from jaxinf.program import LeafInputs, trace_init, trace_update
 from jaxinf.store import ScalarState, Slot, dtype_of, encode_path
 from jaxinf.transfer import page_ceil
@@ -64,7 +64,7 @@ class UpdateRig:
         takes_params = not self.engine.options.csd.has_cards
         self._takes_params = takes_params and dtype_of(stored.dtype) == np.float32
         self.step_number = 0
-        self._groups = grouped(
+        self._groups = group_leaves(
             [LeafCall(n, leaf.shape, None) for n, leaf in enumerate(self.params)]
         )
         self._prologue = jax.jit(self._run_prologue)

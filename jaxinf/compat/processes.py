@@ -36,9 +36,11 @@ class Coordination:
         while True:
             self._calls.get()()
 
-    def put(self, key: str, value: str, limit_s: float, *, again: bool = False) -> None:
-        """Sets a key, once or again."""
-        self._in_time(limit_s, self._client.key_value_set, key, value, again)
+    def put(
+        self, key: str, value: str, limit_s: float, *, replaces: bool = False
+    ) -> None:
+        """Sets a key, once unless it replaces a value."""
+        self._in_time(limit_s, self._client.key_value_set, key, value, replaces)
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """Waits for the value of a key; None if there is none in time."""
@@ -54,8 +56,8 @@ class Coordination:
         """Removes the keys below a name."""
         self._in_time(limit_s, self._client.key_value_delete, f"{folder}/")
 
-    def below(self, folder: str, limit_s: float) -> dict[str, str]:
-        """Returns the keys that begin with a name and a slash, with their values."""
+    def read_folder(self, folder: str, limit_s: float) -> dict[str, str]:
+        """Returns the keys below a name with their values."""
         found = self._in_time(limit_s, self._client.key_value_dir_get, f"{folder}/")
         return dict(found)
 

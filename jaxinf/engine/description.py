@@ -318,7 +318,7 @@ def check_compression(compression: TopK | None, options: StoreOptions) -> None:
 def _check_compressible(compression: TopK, program: UpdateProgram) -> None:
     dense = [leaf for leaf in program.leaves if leaf.kernel.array_dtypes]
     remedy = "put that in front: optax.chain(…, smart_update(tx, store, compress=…))"
-    if program.recall is not None:
+    if program.prologue_state is not None:
         problem = (
             "with compress= an update, or the stored sum of optax.MultiSteps, lacks "
             "the elements that were not sent, and this optimizer computes a quantity "

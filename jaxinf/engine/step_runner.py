@@ -31,7 +31,7 @@ from jaxinf.engine.updates import (
     UpdateRequest,
     nan_scalar_error,
     nan_scalars,
-    recall_tasks,
+    state_tasks,
 )
 from jaxinf.errors import StoreError
 from jaxinf.layout import Subgroup
@@ -80,7 +80,7 @@ class _Step:
     updated: dict[Subgroup, Task] = field(default_factory=dict)
     nan_scalars: tuple[str, ...] = ()  # names of those that are NaN and used
     is_finite: bool = True  # whether every gradient so far is
-    recalls: bool = False  # it has read states before its updates, as the next may
+    reads_states_first: bool = False  # before its updates, as the next step may
 
 
 class StepRunner:
@@ -148,11 +148,11 @@ class StepRunner:
             under_way.is_finite = False
         return are_finite
 
-    def recall(self, step: int, *requests: StateRequest) -> None:
+    def read_states(self, step: int, *requests: StateRequest) -> None:
         """Reads states before the step's first update; blocks until they are there."""
         with self._guard:
-            self._begin(step).recalls = True
-            tasks = [t for each in requests for t in recall_tasks(self.files, each)]
+            self._begin(step).reads_states_first = True
+            tasks = [t for each in requests for t in state_tasks(self.files, each)]
         with span("leaf"):
             self.files.mover.run(tasks)
         moved_bytes = sum([request.out.nbytes for request in requests])
@@ -312,7 +312,7 @@ class StepRunner:
         files = self.files
         cached = files.mover.end_step()
         # A step that reads states first would take what was read ahead.
-        if not (ended.recalls or files.health.is_closed):
+        if not (ended.reads_states_first or files.health.is_closed):
             updated = ended.updated.items()
             tasks = [task for key, task in updated if task.loads and key not in cached]
             for task in tasks:

@@ -26,7 +26,7 @@ from jaxinf.engine.step_runner import LAST_STEP, StepMetrics
 from jaxinf.engine.store_files import StoreFiles
 from jaxinf.errors import ProcessError, StoreError
 from jaxinf.processes import raise_kept_interrupt
-from jaxinf.program import is_trained, trained
+from jaxinf.program import is_trained, keep_trained
 from jaxinf.store import (
     CheckpointInfo,
     CommitRecord,
@@ -163,7 +163,7 @@ class Store:
         leaves, treedef = jax.tree.flatten(like)
         positions = [n for n, leaf in enumerate(leaves) if is_trained(leaf)]
         with self._between_steps(state) as files:
-            check_like(files, trained(like))
+            check_like(files, keep_trained(like))
             for number, position in enumerate(positions):
                 states = average_states(files, number) if average else (0,)
                 leaves[position] = read_leaf(files, number, leaves[position], *states)
@@ -262,7 +262,7 @@ class Store:
                 f"load: step={step}: expected a number from 1 to {LAST_STEP - 1}"
             )
         self.wait()
-        tree = trained(params)
+        tree = keep_trained(params)
         check_like(self._engine.files, tree, "params")
         load_step(self._engine, jax.tree.leaves(tree), opt_state, step=step)
 

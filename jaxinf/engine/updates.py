@@ -5,8 +5,8 @@
 Invariant: a task reads only the newest version of a state, and writes only to the slot
 that the step builds. No result is returned or stored for params that differ from the
 store's. The arrays of a request belong to the caller: they are only read, and copied
-where a part is not contiguous; no task uses them after `StepRunner.update` or `recall`
-has returned.
+where a part is not contiguous; no task uses them after `StepRunner.update` or
+`read_states` has returned.
 """
 
 import itertools
@@ -309,8 +309,8 @@ def _initial_tasks(
     ]
 
 
-def recall_tasks(files: StoreFiles, request: StateRequest) -> list[Task]:
-    """Makes the tasks that read a state in the middle of a step; they write nothing."""
+def state_tasks(files: StoreFiles, request: StateRequest) -> list[Task]:
+    """Makes the tasks that read a state before a step's updates; they write nothing."""
 
     def compute(
         layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
@@ -394,7 +394,7 @@ def list_moves(
     extent: Sequence[int],
     *,
     takes_params: bool = False,
-    recalled: Sequence[str] = (),
+    read_first: Sequence[str] = (),
 ) -> list[Move]:
     """Returns the states that an update of a box of a leaf reads and writes.
 
@@ -402,13 +402,13 @@ def list_moves(
 
     Args:
       takes_params: whether it takes a caller's params in place of the store's.
-      recalled: names of the states that the step has read before.
+      read_first: names of the states that the step has read before.
     """
     moves, taken = [], {0} if takes_params else set[int]()
     for layout in subgroups.layouts(leaf, origin, extent):
         names = layout.state_names
         loads, stores = _moved(kernel, names, layout.feedback is not None)
-        numbers = [names.index(name) for name in recalled]
+        numbers = [names.index(name) for name in read_first]
         moves.append(Move(layout, (*loads - taken, *numbers), stores))
     return moves
 

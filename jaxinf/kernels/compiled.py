@@ -27,7 +27,7 @@ from jaxinf.kernels.calls import (
 from jaxinf.kernels.emitter import emit
 from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
-from jaxinf.program import Constant, Kernel, Result, traced_kernels
+from jaxinf.program import Constant, Kernel, Result, trace_standard_kernels
 from jaxinf.typing import FLOAT32, FLOAT_DTYPES, Array
 
 _SHORT_ELEMENTS = 1 << 13
@@ -230,6 +230,6 @@ def standard_kernels() -> Mapping[str, Kernel]:
     The first call traces them all, which takes about a second.
     """
     by_text: dict[str, tuple[str, Kernel]] = {}
-    for name, kernel in traced_kernels().items():
+    for name, kernel in trace_standard_kernels().items():
         by_text.setdefault(emit(kernel).text, (name, kernel))
     return dict(by_text.values())

@@ -33,7 +33,7 @@ from jaxinf.optimizer.leaf_call import (
     HostCall,
     HostResult,
 )
-from jaxinf.program import NonFinitePolicy, refused_gradient
+from jaxinf.program import NonFinitePolicy, nonfinite_error
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
@@ -223,14 +223,16 @@ class HostFunctions:
             self.engine.health.fail_announced(error)
         return error
 
-    def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
-        """Callback: before the updates of a step, reads a slot of each leaf."""
+    def read_slots(
+        self, slots: Sequence[str], outs: HostResult, call: HostCall
+    ) -> None:
+        """Callback: reads a slot of each leaf before the updates of a step."""
         self._clear_parts(outs, call)
         requests = [
             StateRequest(leaf.number, slots[leaf.number], call.origin(leaf), out)
             for leaf, out in zip(call.leaves, outs.arrays, strict=True)
         ]
-        self.engine.steps.recall(int(call.step), *requests)
+        self.engine.steps.read_states(int(call.step), *requests)
         outs.statuses[...] = FINITE
 
     def update(
@@ -322,7 +324,7 @@ class HostFunctions:
                 engine.steps.wait()  # commits the earlier steps
                 pairs = zip(description.leaves, statuses, strict=True)
                 bad = [leaf.record.name for leaf, own in pairs if own == NON_FINITE]
-                error = refused_gradient(bad, int(step), self.store.path)
+                error = nonfinite_error(bad, int(step), self.store.path)
                 raise self._raise_in_next_call(error)
             verdict[...] = SKIPPED
         else:

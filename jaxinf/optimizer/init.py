@@ -40,7 +40,7 @@ from jaxinf.optimizer.leaf_call import (
     HostResult,
     LeafCall,
     LeafResult,
-    grouped,
+    group_leaves,
     mesh_of,
     on_one_mesh,
     send,
@@ -48,7 +48,7 @@ from jaxinf.optimizer.leaf_call import (
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
-from jaxinf.program import InitProgram, LeafInputs, key_data, trained
+from jaxinf.program import InitProgram, LeafInputs, keep_trained, key_data
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
 
@@ -176,7 +176,7 @@ _Made: TypeAlias = tuple[Sequence[jax.Array], Sequence[Any], Sequence[jax.Array]
 def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
     check_device_configuration()
     wrapped.check()
-    params = entering("init", trained(params))
+    params = entering("init", keep_trained(params))
     leaves = jax.tree.leaves(params)
     is_known = all(
         hasattr(x, "__array__") and not isinstance(x, compat.Tracer) for x in leaves
@@ -292,7 +292,7 @@ def _init_traced(
     found: dict[int, LeafResult] = {}
     statuses = []
     dtype = np.float32 if wrapped.has_feedback else None
-    for group in grouped(calls):
+    for group in group_leaves(calls):
         placed, own = send(
             wrapped.host.guarded(host.leaves),
             HostCall.of([calls[n] for n in group], [inputs[n] for n in group]),

@@ -335,7 +335,7 @@ SPAN_BYTES = 64 << 20
 """No gradient waits for more bytes of others, long leaves between them included."""
 
 
-def grouped(leaves: Sequence[LeafCall]) -> list[list[int]]:
+def group_leaves(leaves: Sequence[LeafCall]) -> list[list[int]]:
     """Returns the numbers of the leaves of each call, in the order of first gradients.
 
     A call costs as much for a few elements as for a million, so small leaves whose

@@ -27,7 +27,7 @@ from jaxinf.optimizer.leaf_call import on_one_mesh
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.update import run_update
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, OnExisting, UpdateDtype, align
-from jaxinf.program import Average, NonFinitePolicy, averaged
+from jaxinf.program import Average, NonFinitePolicy, with_average
 from jaxinf.terminal import check_choice
 from jaxinf.typing import PathLikeStr, PyTree
 
@@ -99,7 +99,7 @@ def smart_update(
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, engine_of(owned).options)
     wrapped = OffloadedOptimizer(
-        averaged(tx, average),
+        with_average(tx, average),
         HostFunctions(owned, nonfinite),
         compress,
         on_one_mesh(jax.tree.leaves(shardings)),

@@ -59,7 +59,7 @@ from jaxinf.optimizer.leaf_call import (
     LeafCall,
     LeafResult,
     first_elements,
-    grouped,
+    group_leaves,
     mesh_of,
     send,
     traced_shardings,
@@ -111,13 +111,13 @@ def run_update(
     step = _StepCalls(wrapped, description, shardings, state)
     bound = step.bind(on_device)
     leaves = step.leaf_calls(gradients, on_device, feedback)
-    recalled: list[jax.Array] = []
-    if program.recall is not None:
-        assert program.recall.counter is not None, "smart_update recalls sums only"
-        before, _ = prologue(recalled=list(map(jnp.zeros_like, on_device)))
-        is_due = before[program.recall.counter] == 0
-        recalled, bound = step.recall(program.recall.slots, leaves, is_due, bound)
-    new, inputs = prologue(recalled=recalled)
+    sums: list[jax.Array] = []
+    if (stored := program.prologue_state) is not None:
+        assert stored.counter is not None, "smart_update reads sums only"
+        before, _ = prologue(prologue_state=list(map(jnp.zeros_like, on_device)))
+        is_due = before[stored.counter] == 0
+        sums, bound = step.read_slots(stored.slots, leaves, is_due, bound)
+    new, inputs = prologue(prologue_state=sums)
     unused = LeafInputs((), ())  # by a leaf without a gradient
     pairs = zip(gradients, inputs, strict=True)
     inputs = [unused if gradient is None else own for gradient, own in pairs]
@@ -125,7 +125,7 @@ def run_update(
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
         )
-        for group in grouped(leaves)
+        for group in group_leaves(leaves)
     ]
     results, statuses = step.run(calls)
     changes = [
@@ -213,7 +213,7 @@ class _StepCalls:
         def compared() -> jax.Array:
             leaves = [replace(self._named(n), params=p) for n, p in enumerate(params)]
             statuses, compare = [found[None]], host.guarded(host.compare)
-            for group in grouped(leaves):
+            for group in group_leaves(leaves):
                 call = HostCall(tuple(leaves[n] for n in group))
                 _, own = send(compare, call, [None] * len(group), shares=False)
                 statuses.append(own)
@@ -227,7 +227,7 @@ class _StepCalls:
 
         return lax.cond(found == UNBOUND, compared, lambda: found)
 
-    def recall(
+    def read_slots(
         self,
         slots: Sequence[StateSlot],
         leaves: Sequence[LeafCall],
@@ -240,11 +240,11 @@ class _StepCalls:
           The values, or zeros, and the int32 for which updates are to wait.
         """
         host = self.wrapped.host
-        guarded = host.guarded(partial(host.recall, [slot.name for slot in slots]))
+        guarded = host.guarded(partial(host.read_slots, [slot.name for slot in slots]))
 
         def read() -> tuple[list[jax.Array], jax.Array]:
             found, statuses = dict[int, LeafResult](), [bound[None]]
-            for group in grouped(leaves):
+            for group in group_leaves(leaves):
                 names = tuple(self._named(n) for n in group)
                 call = HostCall(names, step=self.state.step, after=bound)
                 results, own = send(guarded, call, [slots[n].dtype for n in group])

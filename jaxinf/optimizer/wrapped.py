@@ -36,10 +36,10 @@ from jaxinf.program import (
     InitProgram,
     UpdateProgram,
     is_trained,
+    keep_trained,
     leaf_infos,
     trace_init,
     trace_update,
-    trained,
 )
 from jaxinf.typing import PyTree
 
@@ -71,7 +71,7 @@ def align(
                 found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
         return treedef.unflatten(found)
 
-    known = trained(params)
+    known = keep_trained(params)
     leaves = [g for g, part in parts for leaf in part if is_trained(leaf)]
     return jax.tree.structure(known).unflatten(leaves), known, put_back
 
@@ -229,7 +229,7 @@ class OffloadedOptimizer:
         key = [treedef, avals, compat.trace_context()]
         if not extra_args and self._last_trace[:3] == key:
             return self._last_trace[3]
-        update = trace_update(self.tx, params, extra_args, may_recall="sums")
+        update = trace_update(self.tx, params, extra_args, may_read="sums")
         traced = trace_init(self.tx, params), update
         if not extra_args:
             self._last_trace[:] = [*key, traced]

@@ -217,14 +217,14 @@ class Group:
         text, key = json.dumps(value), f"{self._key(topic)}/{self.number}"
         if self.service is not None:
             with self._service_call(topic):
-                self.service.put(key, text, self.limit_s, again=replaces)
+                self.service.put(key, text, self.limit_s, replaces=replaces)
 
     def published(self, topic: str) -> dict[int, Any]:
         """Returns the values that processes have published so far, by number."""
         if self.service is None:
             return {}
         with self._service_call(topic):
-            texts = self.service.below(self._key(topic), self.limit_s)
+            texts = self.service.read_folder(self._key(topic), self.limit_s)
         return {int(k.rpartition("/")[2]): json.loads(v) for k, v in texts.items()}
 
     def _key(self, topic: str) -> str:

@@ -13,9 +13,9 @@ JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
 from jaxinf.program.average import (
     Average,
     AverageFormat,
-    averaged,
     ema,
     parse_ema,
+    with_average,
 )
 from jaxinf.program.graph import (
     Graph,
@@ -41,17 +41,17 @@ from jaxinf.program.kernel import (
 )
 from jaxinf.program.nonfinite import (
     NonFinitePolicy,
-    refused_gradient,
+    nonfinite_error,
 )
 from jaxinf.program.on_device import (
     is_computable,
-    joined_params,
+    join_params,
     kernel_function,
     split_params,
 )
 from jaxinf.program.passes import PassComputation, Passes
 from jaxinf.program.prologue import LeafInputs, key_data, typed_like
-from jaxinf.program.standard import traced_kernels
+from jaxinf.program.standard import trace_standard_kernels
 from jaxinf.program.state import (
     StateLayout,
     StateSlot,
@@ -59,10 +59,10 @@ from jaxinf.program.state import (
 )
 from jaxinf.program.tree import (
     is_trained,
+    keep_trained,
     leaf_infos,
     leaf_path,
     path_name,
-    trained,
 )
 from jaxinf.program.update import (
     InitProgram,

@@ -122,7 +122,7 @@ def parse_ema(text: str) -> Average:
 _FLAGS = {"true": True, "false": False}
 
 
-def averaged(
+def with_average(
     tx: optax.GradientTransformation | optax.MultiSteps, average: Average | None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that keeps an average of the params, too.

@@ -10,7 +10,7 @@ NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 """The effect of a gradient with NaN or Inf; see `jaxinf.smart_update`."""
 
 
-def refused_gradient(
+def nonfinite_error(
     names: Sequence[str], step: int | None = None, where: object = "the store"
 ) -> NonFiniteGradientError:
     """Makes the error for a step that is refused.

@@ -108,7 +108,7 @@ def _computed(equation: Equation, operands: list[Any]) -> jax.Array:
     return getattr(lax, _NAMES.get(op, op))(*operands)
 
 
-def joined_params(codes: jax.Array, remainders: jax.Array) -> jax.Array:
+def join_params(codes: jax.Array, remainders: jax.Array) -> jax.Array:
     """Restores the argument of `split_params`, as `jaxinf.layout.codecs` does."""
     high = lax.bitcast_convert_type(codes, jnp.uint16).astype(jnp.uint32) << 16
     low = lax.bitcast_convert_type(remainders.astype(jnp.int32), jnp.uint32)

@@ -44,17 +44,17 @@ class PassComputation:
     """A computation of a pass: on one leaf, or before the pass on numbers alone.
 
     Attributes:
-      own: The leaf's inputs: gradient, params, recalled slots; none of numbers.
+      leaf_inputs: The leaf's inputs: gradient, params, stored state; none of numbers.
       numbers: Further inputs, known before.
       nodes: The computation.
       exports: Numbers for later computations.
       scalars, arrays: Inputs of kernels; arrays are of the leaf's shape.
       leaf, shape: The leaf's number and shape.
-      is_sliced: Whether slices of the gradient are enough; `gather` then combines what
+      is_sliced: Whether slices of the gradient are enough; `combine` then adds up what
         each gives.
     """
 
-    own: tuple[Value, ...]
+    leaf_inputs: tuple[Value, ...]
     numbers: tuple[Value, ...]
     nodes: tuple[Node, ...]
     exports: tuple[Value, ...]
@@ -67,7 +67,7 @@ class PassComputation:
     @property
     def inputs(self) -> tuple[Value, ...]:
         """All inputs, in the order of a call."""
-        return self.own + self.numbers
+        return self.leaf_inputs + self.numbers
 
     @property
     def outputs(self) -> tuple[Value, ...]:
@@ -80,7 +80,7 @@ class PassComputation:
 
         def compute(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
             if self.is_sliced and node.is_spread:  # as long as the slice
-                return [lax.broadcast(operands[0], env[self.own[0]].shape)]
+                return [lax.broadcast(operands[0], env[self.leaf_inputs[0]].shape)]
             return bind(node, operands)
 
         found = iter(evaluate(self.nodes, self.outputs, env, compute))
@@ -90,7 +90,7 @@ class PassComputation:
             *(jnp.broadcast_to(next(found), self.shape) for _ in self.arrays),
         ]
 
-    def gather(
+    def combine(
         self, some: Sequence[jax.Array], more: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Combines the exports of two slices."""
@@ -106,7 +106,7 @@ class Passes:
 
     Args:
       gradients, params: The inputs that are gradients and params, by leaf.
-      recalled: The inputs that are stored state, each with its leaf and its slot.
+      prologue_state: The inputs that are stored state, with their leaf and slot.
       late: Numbers that are known after the first pass only, such as the loss.
       sliced: Leaves whose gradients arrive in slices along leading axes.
 
@@ -126,18 +126,18 @@ class Passes:
         prologue: Prologue,
         gradients: Sequence[Value],
         params: Sequence[Value],
-        recalled: Mapping[Value, tuple[int, StateSlot]],
+        prologue_state: Mapping[Value, tuple[int, StateSlot]],
         *,
         late: Set[Value] = frozenset(),
         sliced: Set[int] = frozenset(),
     ) -> None:
         self.prologue, self.gradients, self.params = prologue, gradients, params
-        self.recalled, self._sliced = recalled, sliced
+        self.prologue_state, self._sliced = prologue_state, sliced
         # The leaf of each value that depends on the arrays of one leaf alone. Others
         # are numbers, or do not depend on any leaf.
         self._owners = {value: leaf for leaf, value in enumerate(gradients)}
         self._owners |= {value: leaf for leaf, value in enumerate(params)}
-        self._owners |= {value: leaf for value, (leaf, _) in recalled.items()}
+        self._owners |= {value: leaf for value, (leaf, _) in prologue_state.items()}
         # The first pass in which a value can be computed by its leaf's part; by any
         # part, if it has no owner. And that in which any part can have it as a number.
         self._stages: dict[Value, int] = {}
@@ -174,13 +174,13 @@ class Passes:
         return [self.parts[n, leaf] for n in numbers if (n, leaf) in self.parts]
 
     @cached_property
-    def whole(self) -> Set[int]:
+    def gathered_leaves(self) -> Set[int]:
         """Leaves in slices that have to be gathered before a pass."""
         parts = self.parts.values()
         return {p.leaf for p in parts if p.leaf in self._sliced and not p.is_sliced}
 
     @cached_property
-    def computed(self) -> Set[int]:
+    def last_pass_leaves(self) -> Set[int]:
         """Leaves of which the last pass computes something; they are needed whole."""
         return {leaf for number, leaf in self.parts if number == self._last}
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import optax
 
-from jaxinf.program.average import averaged, ema
+from jaxinf.program.average import ema, with_average
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.update import trace_update
 
 
-def traced_kernels() -> Mapping[str, Kernel]:
+def trace_standard_kernels() -> Mapping[str, Kernel]:
     """Traces kernels by name, for several leaves and for one; some share their C++.
 
     Those with an average are for several leaves only, to keep the package small.
@@ -51,7 +51,7 @@ def _optimizers() -> Mapping[str, optax.GradientTransformation]:
             "rmsprop_momentum": optax.rmsprop(rate, momentum=0.9),
         }
         for name in ("adamw", "adamw_clipped"):
-            made[f"{name}_average"] = averaged(made[name], ema(0.999))
+            made[f"{name}_average"] = with_average(made[name], ema(0.999))
         optimizers |= {name + suffix: tx for name, tx in made.items()}
     optimizers["sgd_rate_1"] = optax.sgd(1.0)
     optimizers["set_to_zero"] = optax.set_to_zero()

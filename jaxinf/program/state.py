@@ -188,16 +188,16 @@ def _check_scalar_bytes(paths: Sequence[str], avals: Sequence[Any]) -> None:
         )
 
 
-RecallLimit: TypeAlias = Literal["", "sums", "all"]
-"""What a prologue may recall: nothing, sums of gradients, or all in every step."""
+ReadableState: TypeAlias = Literal["", "sums", "all"]
+"""The stored state that a prologue may read: none, sums of gradients, or all."""
 
 
 @dataclass(frozen=True)
-class Recall:
-    """Stored state that a prologue needs, beside kernels that read it by themselves.
+class PrologueState:
+    """The stored state that a prologue needs, so that a step reads it before updates.
 
-    All of it, for optimizers that reduce over it, such as LAMB; or the sum of gradients
-    of an ``optax.MultiSteps``, in the last micro-step, for its norm.
+    It is all state for optimizers that reduce over it, such as LAMB; or the sums of
+    gradients of an ``optax.MultiSteps``, in the last micro-step, for their norm.
 
     Attributes:
       slots: The slots, those of a leaf behind those of the leaf before.
@@ -212,15 +212,17 @@ class Recall:
     counter: int | None
 
 
-def find_recalls(layout: StateLayout, most: RecallLimit) -> Iterator[Recall]:
+def find_prologue_state(
+    layout: StateLayout, may_read: ReadableState
+) -> Iterator[PrologueState]:
     """Yields the sums of an ``optax.MultiSteps`` with its count, then all slots."""
     pairs = [(slot, leaf) for leaf, own in enumerate(layout.slots) for slot in own]
-    for counter, keys in enumerate(layout.scalar_keys if most else ()):
+    for counter, keys in enumerate(layout.scalar_keys if may_read else ()):
         sums = (*keys[:-1], ("field", "acc_grads"))
         found = [x for x in pairs if layout.keys[x[0].state_index][: len(sums)] == sums]
         is_count = keys[-1:] == (("field", "mini_step"),)
         if is_count and [leaf for _, leaf in found] == [*range(len(layout.slots))]:
-            yield Recall(*zip(*found, strict=True), counter=counter)
+            yield PrologueState(*zip(*found, strict=True), counter=counter)
     needed = [pair for pair in pairs if pair[0].name != AVERAGE]
-    if most == "all" and needed:
-        yield Recall(*zip(*needed, strict=True), counter=None)
+    if may_read == "all" and needed:
+        yield PrologueState(*zip(*needed, strict=True), counter=None)

@@ -106,6 +106,6 @@ def is_trained(leaf: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def trained(params: PyTree) -> PyTree:
+def keep_trained(params: PyTree) -> PyTree:
     """Returns the params with None for each leaf that is not trained."""
     return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)

@@ -27,10 +27,11 @@ from jaxinf.program.prologue import LeafInputs, Prologue, make_prologue, typed_l
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal
 from jaxinf.program.state import (
     LeafKernel,
-    Recall,
-    RecallLimit,
+    PrologueState,
+    ReadableState,
     StateLayout,
-    find_recalls,
+    StateSlot,
+    find_prologue_state,
     float32_avals,
     layout_of,
 )
@@ -45,7 +46,7 @@ class _Inputs(NamedTuple):
     params: tuple[Value, ...]
     scalar_state: tuple[Value, ...]
     extra: tuple[Value, ...]
-    recalled: tuple[Value, ...]
+    prologue_state: tuple[Value, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +55,14 @@ class UpdateProgram:
 
     Attributes:
       leaves: One per params leaf, in flattening order.
-      recall: Stored state that the prologue needs; None if it needs none.
+      prologue_state: Stored state that the prologue needs; None if it needs none.
     """
 
     leaves: tuple[LeafKernel, ...]
     _extra_args: ExtraArgs = field(repr=False)
     _inputs: _Inputs = field(repr=False)
     _prologue: Prologue = field(repr=False)
-    recall: Recall | None = None
+    prologue_state: PrologueState | None = None
 
     def prologue(
         self,
@@ -69,7 +70,7 @@ class UpdateProgram:
         params: Sequence[jax.Array],
         scalar_state: Sequence[jax.Array],
         extra_args: Mapping[str, Any] | None = None,
-        recalled: Sequence[jax.Array] = (),
+        prologue_state: Sequence[jax.Array] = (),
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """Computes the update's part outside the kernels; traceable; for jit.
 
@@ -81,13 +82,15 @@ class UpdateProgram:
           gradients, params: Flat leaves, each in its own dtype.
           scalar_state: The flat state leaves that are not slots.
           extra_args: Arguments given to `trace_update`, with this step's values.
-          recalled: The slots of `recall`, if there is one.
+          prologue_state: Arrays of the slots in `prologue_state`, if there are any.
 
         Returns:
           The new scalar state and, per leaf, the inputs of its kernel.
         """
         extra = self._extra_args.dynamic_values(extra_args or {})
-        return self._prologue([*gradients, *params, *scalar_state, *extra, *recalled])
+        return self._prologue(
+            [*gradients, *params, *scalar_state, *extra, *prologue_state]
+        )
 
     @property
     def reads_gradients(self) -> bool:
@@ -103,19 +106,19 @@ class UpdateProgram:
           sliced: Leaves whose gradients arrive in slices along leading axes.
           late: Names of extra arguments that are known after the first pass only.
         """
-        inputs, recall = self._inputs, self.recall
+        inputs, stored = self._inputs, self.prologue_state
         named = zip(inputs.extra, self._extra_args.dynamic, strict=True)
-        own = zip(recall.leaves, recall.slots, strict=True) if recall else ()
+        slots = zip(stored.leaves, stored.slots, strict=True) if stored else ()
         return Passes(
             self._prologue,
             inputs.gradients,
             inputs.params,
-            dict(zip(inputs.recalled, own, strict=True)),
+            dict(zip(inputs.prologue_state, slots, strict=True)),
             late={value for value, (name, _) in named if name in late},
             sliced=sliced,
         )
 
-    def numbers(
+    def shared_inputs(
         self,
         scalar_state: Sequence[jax.Array],
         extra_args: Mapping[str, Any] | None = None,
@@ -174,7 +177,7 @@ def trace_update(
     params: PyTree,
     extra_args: Mapping[str, Any] | None = None,
     *,
-    may_recall: RecallLimit = "",
+    may_read: ReadableState = "",
 ) -> UpdateProgram:
     """Traces ``tx.update`` and divides it; nothing is computed on real data.
 
@@ -184,8 +187,8 @@ def trace_update(
         float32 params and gradients in every case, because the master is float32.
       extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
         inputs of the program; other values (bool, str, callables) are fixed here.
-      may_recall: The stored state that the prologue may need, if it cannot be divided
-        otherwise; see `Recall`.
+      may_read: The stored state that the prologue may read, if the update cannot be
+        divided otherwise; see `PrologueState`.
 
     Raises:
       TypeError, ValueError: See `leaf_infos`; or the update needs arguments that are
@@ -205,9 +208,9 @@ def trace_update(
     try:
         return _divided(closed, layout, extra, infos, None)
     except UnsupportedTransformError:
-        for recall in find_recalls(layout, may_recall):
+        for prologue_state in find_prologue_state(layout, may_read):
             with contextlib.suppress(UnsupportedTransformError):
-                return _divided(closed, layout, extra, infos, recall)
+                return _divided(closed, layout, extra, infos, prologue_state)
         raise
 
 
@@ -236,10 +239,13 @@ def _divided(
     layout: StateLayout,
     extra: ExtraArgs,
     infos: Sequence[LeafInfo],
-    recall: Recall | None,
+    prologue_state: PrologueState | None,
 ) -> UpdateProgram:
     num, num_state = len(infos), len(layout.avals)
-    leaf_of = dict(zip(recall.slots, recall.leaves, strict=True)) if recall else {}
+    leaf_of: dict[StateSlot, int] = {}
+    if prologue_state is not None:
+        pairs = zip(prologue_state.slots, prologue_state.leaves, strict=True)
+        leaf_of = dict(pairs)
     stored = {
         2 * num + slot.state_index
         for slots in layout.slots
@@ -253,8 +259,8 @@ def _divided(
     for path, value in zip(layout.scalar_paths, scalar_state, strict=True):
         if value.stored:
             raise refusal(f"optimizer state{path}", value)
-    recalled = {state[slot.state_index]: leaf for slot, leaf in leaf_of.items()}
-    local = _local_values(graph, infos, recalled)
+    read_first = {state[slot.state_index]: leaf for slot, leaf in leaf_of.items()}
+    local = _local_values(graph, infos, read_first)
     nodes = prune(graph.nodes, graph.results)
     uses = _uses(nodes, graph.results)
     leaves, builders = [], []
@@ -273,7 +279,7 @@ def _divided(
             update = None  # and the average of frozen params are these
             triples = zip(slots, own, new, strict=True)
             new = [old if slot.name == AVERAGE else n for slot, old, n in triples]
-        reduced = builder.also_used_by(nodes) if recalled else ()
+        reduced = builder.also_used_by(nodes) if read_first else ()
         flags = _reciprocals(builder, uses)
         kernel = builder.kernel(slots, update, new, flags, reduced)
         leaves.append(LeafKernel(info, slots, kernel))
@@ -283,11 +289,11 @@ def _divided(
         graph.inputs[num : 2 * num],
         tuple(state[index] for index in layout.scalar_indices),
         graph.inputs[2 * num + num_state :],
-        tuple(recalled),
+        tuple(read_first),
     )
     flat = [value for group in groups for value in group]
     prologue = make_prologue(graph.nodes, flat, scalar_state, builders)
-    return UpdateProgram(tuple(leaves), extra, groups, prologue, recall)
+    return UpdateProgram(tuple(leaves), extra, groups, prologue, prologue_state)
 
 
 def _update_jaxpr(
@@ -350,7 +356,7 @@ def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
 
 
 def _local_values(
-    graph: Graph, infos: Sequence[LeafInfo], recalled: Mapping[Value, int]
+    graph: Graph, infos: Sequence[LeafInfo], read_first: Mapping[Value, int]
 ) -> dict[int, set[Value]]:
     """Returns values of 0-d leaves that are elementwise in their own inputs.
 
@@ -359,7 +365,7 @@ def _local_values(
     """
     num, mixed = len(infos), -1
     own = {value: n % num for n, value in enumerate(graph.inputs[: 2 * num])}
-    own |= recalled
+    own |= read_first
     found = {value: leaf for value, leaf in own.items() if not infos[leaf].shape}
     for node in graph.nodes:
         sources = {found[value] for value in node.inputs if value in found}

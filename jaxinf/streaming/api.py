@@ -19,7 +19,7 @@ from jaxinf.engine import (
     open_store,
 )
 from jaxinf.processes import all_processes
-from jaxinf.program import Average, NonFinitePolicy, averaged
+from jaxinf.program import Average, NonFinitePolicy, with_average
 from jaxinf.streaming.function import ReadStore
 from jaxinf.streaming.in_memory import InMemory
 from jaxinf.streaming.in_store import InStore
@@ -142,7 +142,7 @@ def stream(
         device_updates, owned, replan=replan, is_compressed=is_compressed
     )
     options = replace(options, device_updates=every)
-    home = InStore(averaged(tx, average), owned, options)
+    home = InStore(with_average(tx, average), owned, options)
     return StreamedStep(loss_fn, home, options)
 
 

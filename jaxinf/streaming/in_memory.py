@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import StreamError
-from jaxinf.program import aval_bytes, path_name, refused_gradient
+from jaxinf.program import aval_bytes, nonfinite_error, path_name
 from jaxinf.streaming.endpoints import Endpoints, without
 from jaxinf.streaming.move.scratch import ScratchFiles, writing_bytes
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
@@ -149,7 +149,7 @@ class InMemory:
             finite = zip(paths, _are_finite(gradients), strict=True)
             bad = [path_name(path) for (path, _), is_finite in finite if not is_finite]
             if bad and policy == "error":
-                raise refused_gradient(bad)
+                raise nonfinite_error(bad)
             if bad:
                 return False
         updates, state = self.update(tree.unflatten(gradients), state, params)

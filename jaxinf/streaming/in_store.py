@@ -152,7 +152,7 @@ class InStore:
         key = jax.tree.structure(plain), *jax.tree.leaves(plain)
         if key not in self.traced:
             extra_args = self.options.extra_args
-            program = trace_update(self.tx, plain, extra_args, may_recall="all")
+            program = trace_update(self.tx, plain, extra_args, may_read="all")
             self.traced[key] = program
         return self.traced[key]
 

@@ -23,7 +23,7 @@ from jaxinf.engine import (
     list_moves,
     subgroups_of,
 )
-from jaxinf.program import averaged, trace_init, trace_update
+from jaxinf.program import trace_init, trace_update, with_average
 from jaxinf.store import required_bytes
 from jaxinf.streaming import DeviceLimit, program_bytes
 from jaxinf.train.config import TrainConfig
@@ -132,9 +132,9 @@ def _count_stored(
 ) -> dict[str, int]:
     """Counts the bytes on disk, of buffers, and of the updates' reads and writes."""
     params = config.abstract[1]
-    tx = averaged(make_optimizer(config), config.average)
+    tx = with_average(make_optimizer(config), config.average)
     description = describe_store(
-        trace_update(tx, params, may_recall="sums"),
+        trace_update(tx, params, may_read="sums"),
         trace_init(tx, params),
         [(1,) * leaf.ndim for leaf in jax.tree.leaves(params)],
         average=config.average,

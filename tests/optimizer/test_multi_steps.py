@@ -82,7 +82,7 @@ def test_the_sum_is_exact_beside_state_in_fewer_bits(open_store):
 @pytest.mark.long
 def test_killed_between_the_rounds(open_store, run_python, place):
     result = run_python(PROGRAM, "killed", place, check=False)
-    assert (result.returncode, result.stdout) == (-signal.SIGKILL, "recalled\n")
+    assert (result.returncode, result.stdout) == (-signal.SIGKILL, "read\n")
     store = open_store()
     assert store.step == 1
     _, held = train(clipped(2).gradient_transformation(), 1)

@@ -22,9 +22,9 @@ class Service:
         self.keys, self.changed = keys, changed
         self.process, self.num_processes = process, num_processes
 
-    def put(self, key, value, limit_s, *, again=False):
+    def put(self, key, value, limit_s, *, replaces=False):
         with self.changed:
-            assert again or key not in self.keys, key
+            assert replaces or key not in self.keys, key
             self.keys[key] = value
             self.changed.notify_all()
 
@@ -33,13 +33,13 @@ class Service:
             self.changed.wait_for(lambda: key in self.keys, timeout_s)
             return self.keys.get(key)
 
-    def below(self, folder, limit_s):
+    def read_folder(self, folder, limit_s):
         with self.changed:
             return {k: v for k, v in self.keys.items() if k.startswith(f"{folder}/")}
 
     def remove(self, folder, limit_s):
         with self.changed:
-            for key in self.below(folder, limit_s):
+            for key in self.read_folder(folder, limit_s):
                 del self.keys[key]
 
 

@@ -11,7 +11,7 @@ from families import family
 from jaxinf.kernels import compiled
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.layout.codecs import encode_split
-from jaxinf.program import is_computable, joined_params, kernel_function, split_params
+from jaxinf.program import is_computable, join_params, kernel_function, split_params
 from jaxinf.typing import BFLOAT16
 
 pytestmark = pytest.mark.optimized
@@ -78,7 +78,7 @@ def test_params_are_split_as_the_store_has_them():
     found = [np.asarray(x) for x in jax.jit(split_params)(params)]
     np.testing.assert_array_equal(found[0].view(np.uint16), codes.view(np.uint16))
     np.testing.assert_array_equal(found[1], rest)
-    back = np.asarray(jax.jit(joined_params)(*found))
+    back = np.asarray(jax.jit(join_params)(*found))
     number = ~np.isnan(params)
     bits = back.view(np.uint32)[number], params.view(np.uint32)[number]
     np.testing.assert_array_equal(*bits)

@@ -44,10 +44,10 @@ def killed(place):
     np.savez(place + "/params.npz", **params)
 
     def last():
-        print("recalled", flush=True)
+        print("read", flush=True)
         die()
 
-    at_call(store._engine.steps, "recall", 1, last, after=True)
+    at_call(store._engine.steps, "read_states", 1, last, after=True)
     tx.update(make(2), state, params)
 
 

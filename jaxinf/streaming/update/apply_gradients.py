@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxinf.engine import UpdateRequest, carried_leaves, check_carried
 from jaxinf.errors import StreamError
-from jaxinf.program import LeafInputs, refused_gradient
+from jaxinf.program import LeafInputs, nonfinite_error
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.params import ParamReader
 from jaxinf.streaming.move.scratch import scratch_files
@@ -131,7 +131,10 @@ class StoreSink:
             return
         if has_numbers and not self.updates.engine.group.is_alone:
             gradient = gather_shards(gradient)  # for the numbers, in all processes
-        is_in_first_pass = (0, leaf) in passes.parts and leaf not in passes.whole
+        is_in_first_pass = (
+            0,
+            leaf,
+        ) in passes.parts and leaf not in passes.gathered_leaves
         shards = by_shards(
             gradient,
             to_host=self._copies_to_host,
@@ -176,7 +179,7 @@ class StoreSink:
         if is_refused():
             self.abandon()
             if nonfinite == "error":
-                raise refused_gradient(self._refusing, self._step)
+                raise nonfinite_error(self._refusing, self._step)
             self._num_skipped += 1
             return False
         assert not self._incomplete, "every piece of a unit has its gradient"
@@ -253,7 +256,7 @@ class StoreSink:
         # An update that overwrites a step cannot be undone if a later one is refused.
         is_checked = updates.engine.options.rewrites_steps
         for piece, gradient in batch:
-            if piece.leaf in updates.passes.whole:
+            if piece.leaf in updates.passes.gathered_leaves:
                 unit = updates.unit_of(piece)
                 complete = self._complete(unit, piece, gradient)
                 if complete is None:

@@ -27,7 +27,7 @@ from jaxinf.kernels import state_read
 from jaxinf.program import (
     Kernel,
     is_computable,
-    joined_params,
+    join_params,
     kernel_function,
     split_params,
 )
@@ -334,5 +334,5 @@ def _widen(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     master = None
     if params:
-        master = joined_params(*params) if len(params) > 1 else params[0]
+        master = join_params(*params) if len(params) > 1 else params[0]
     return gradient.astype(FLOAT32), master, jnp.isfinite(gradient).all()

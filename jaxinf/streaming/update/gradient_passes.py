@@ -57,7 +57,7 @@ class PassRunner:
         needed_bytes = 0
         for piece in pieces:
             shape, depth = params[piece.leaf].shape, len(piece.index)
-            if piece.leaf not in self._passes.whole:
+            if piece.leaf not in self._passes.gathered_leaves:
                 shape = (*(1,) * depth, *shape[depth:])
             itemsize = self._program.leaves[piece.leaf].info.dtype.itemsize
             for computation in self._passes.of_leaf(piece.leaf):
@@ -80,7 +80,7 @@ class PassRunner:
         """Sets the update's further arguments; again once late ones are known."""
         record = self._engine.files.finished
         state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
-        self._env |= self._program.numbers(state, extra_args)
+        self._env |= self._program.shared_inputs(state, extra_args)
 
     def add(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Computes the numbers of a gradient in this pass; blocks until they are there.
@@ -155,7 +155,7 @@ class PassRunner:
     ) -> None:
         if computation.leaf in self._leaves_added:
             sums = [self._env[value] for value in computation.exports]
-            numbers = computation.gather(sums, numbers)
+            numbers = computation.combine(sums, numbers)
         self._leaves_added.add(computation.leaf)
         self._env.update(zip(computation.exports, numbers, strict=True))
 
@@ -171,7 +171,7 @@ class PassRunner:
             gradient
             if value is self._passes.gradients[leaf]
             else self._stored(leaf, value, params)
-            for value in computation.own
+            for value in computation.leaf_inputs
         ]
         numbers = [self._env[value] for value in computation.numbers]
         return jax.block_until_ready(executable(*map(jnp.asarray, arrays), *numbers))
@@ -179,14 +179,14 @@ class PassRunner:
     def _stored(self, leaf: int, value: Value, params: Array | None) -> Array:
         """Returns the leaf's params or optimizer slot of a value; may read it."""
         files, info = self._engine.files, self._program.leaves[leaf].info
-        recalled, origin = self._passes.recalled.get(value), (0,) * len(info.shape)
-        if recalled is None and params is not None:
+        _, slot = self._passes.prologue_state.get(value, (leaf, None))
+        if slot is None and params is not None:
             return params.reshape(info.shape)
-        dtype = info.dtype if recalled is None else recalled[1].dtype
-        array = allocate_array(info.shape, dtype)
-        if recalled is not None:
-            request = StateRequest(leaf, recalled[1].name, origin, array)
-            self._engine.steps.recall(files.finished.step, request)
+        array = allocate_array(info.shape, info.dtype if slot is None else slot.dtype)
+        origin = (0,) * len(info.shape)
+        if slot is not None:
+            request = StateRequest(leaf, slot.name, origin, array)
+            self._engine.steps.read_states(files.finished.step, request)
             return array
         if self._reader is None:
             self._reader = StateReader(files, READER_BYTES)
@@ -200,14 +200,14 @@ class PassRunner:
                 computation.inputs, computation.nodes, computation.outputs
             )
             self._text_of[computation] = f"{text} {computation.is_sliced}"
-        leaf, recalled = computation.leaf, self._passes.recalled
+        leaf, stored = computation.leaf, self._passes.prologue_state
         info = self._program.leaves[leaf].info
         types = [
             (
                 shape if value is self._passes.gradients[leaf] else info.shape,
-                recalled[value][1].dtype if value in recalled else info.dtype,
+                stored[value][1].dtype if value in stored else info.dtype,
             )
-            for value in computation.own
+            for value in computation.leaf_inputs
         ]
         types += [(value.shape, value.dtype) for value in computation.numbers]
         key = self._text_of[computation], *types

@@ -58,9 +58,9 @@ def passes_for(
     """
     sliced: Set[int] = {piece.leaf for piece in pieces if piece.index}
     passes = program.passes(sliced=sliced, late=_LATE)
-    stored = {*passes.params, *passes.recalled}
+    stored = {*passes.params, *passes.prologue_state}
     for number, leaf in enumerate(() if is_alone else program.leaves):
-        if any(stored.intersection(x.own) for x in passes.of_leaf(number)):
+        if any(stored.intersection(x.leaf_inputs) for x in passes.of_leaf(number)):
             raise UnsupportedTransformError(
                 "jaxinf.stream: expected an optimizer that computes nothing of whole "
                 "params or states in a run of several processes, found one that does "
@@ -132,11 +132,11 @@ class UpdatePlan:
         kernels = [leaf.kernel for leaf in program.leaves]
 
         def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-            return leaf not in passes.whole and subgroups.has_whole_chunks(
+            return leaf not in passes.gathered_leaves and subgroups.has_whole_chunks(
                 leaf, origin, extent
             )
 
-        undivided = range(len(params)) if options.compress else passes.computed
+        undivided = range(len(params)) if options.compress else passes.last_pass_leaves
         self.unit_of = units_of(params, can_move, undivided)
         self.units_read = frozenset(map(self.unit_of, ordered.sizes))
         self.units_trained = frozenset(map(self.unit_of, pieces))
@@ -220,7 +220,7 @@ class UpdatePlan:
         if not can_use_params(self.subgroups, leaf, unit.dtype):
             return False  # they are not what is stored
         computation = passes.parts.get((passes.num_passes - 1, leaf))
-        if computation is not None and passes.params[leaf] in computation.own:
+        if computation is not None and passes.params[leaf] in computation.leaf_inputs:
             return True
         return any(_PARAMS in move.loads for move in self._moves(unit))
 
@@ -238,7 +238,7 @@ class UpdatePlan:
         sizes: dict[Piece, int] = {}
         for call in plan.calls:
             for piece, _ in call.gradients:
-                is_whole = piece.leaf in self.passes.whole
+                is_whole = piece.leaf in self.passes.gathered_leaves
                 key = Piece(piece.leaf) if is_whole else piece
                 sizes[key] = sizes.pop(key, 0) + self.gradient_bytes[piece]
         return beyond_memory(sizes, self.kept_bytes(plan))
@@ -256,12 +256,13 @@ class UpdatePlan:
         )
         moves = list[Move]()
         for unit in self.units_trained:
-            values = [v for x in passes.of_leaf(unit.leaf) for v in x.own]
-            recalls = [passes.recalled[v][1] for v in values if v in passes.recalled]
+            values = [v for x in passes.of_leaf(unit.leaf) for v in x.leaf_inputs]
+            stored = passes.prologue_state
+            slots = [stored[value][1] for value in values if value in stored]
             takes = unit in from_reads
             num_reads = 0 if takes else values.count(passes.params[unit.leaf])
-            recalled = [slot.name for slot in recalls]
-            unit_moves = self._moves(unit, takes_params=takes, recalled=recalled)
+            names = [slot.name for slot in slots]
+            unit_moves = self._moves(unit, takes_params=takes, read_first=names)
             moves += unit_moves
             for layout, _, _ in unit_moves:
                 # Passes read params as programs do, not from memory.
