@@ -65,11 +65,7 @@ from jaxinf.compat.jaxprs import (
     static_params,
     trace_context,
 )
-from jaxinf.compat.meshes import (
-    call_by_num_devices,
-    manual_axes,
-    mesh_in_use,
-)
+from jaxinf.compat.meshes import call_by_num_devices, manual_axes, mesh_in_use
 from jaxinf.compat.processes import (
     Coordination,
     coordination,
@@ -81,7 +77,7 @@ from jaxinf.compat.trees import (
     ORBAX_HANDLER,
     path_keys,
     path_names,
-    register_checked,
+    register_with_check,
     register_with_flax,
 )
 from jaxinf.compat.xla import (

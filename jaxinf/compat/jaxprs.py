@@ -68,10 +68,8 @@ def called_jaxpr(
 ) -> Any:
     """Returns the jaxpr of an equation that is only a call; None for other equations.
 
-    Args:
-      name, params: of the equation.
-      checkpoints: whether `jax.checkpoint` counts as a call, so that its recomputed
-        equations need not stay together.
+    With `checkpoints`, `jax.checkpoint` counts as a call, so that its recomputed
+    equations need not stay together.
     """
     if name not in _CALLS or (name in _CHECKPOINTS and not checkpoints):
         return None
@@ -81,9 +79,9 @@ def called_jaxpr(
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
     """Yields the jaxprs of an equation's calls, loops and branches, closed or not."""
     for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, (ClosedJaxpr, Jaxpr)):
-                yield one
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (ClosedJaxpr, Jaxpr)):
+                yield item
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
@@ -95,7 +93,7 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def static_params(name: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the parameters that matter to a body; None if unsupported."""
+    """Returns an equation's parameters in a kernel; None if kernels lack it."""
     if name not in ELEMENTWISE:
         return None
     if name == "integer_pow":
@@ -114,18 +112,11 @@ def bind(
     params: Mapping[str, Any],
     context: Any,
 ) -> Sequence[Any]:
-    """Computes an equation; traceable.
-
-    Args:
-      operands: arrays or tracers.
-      context: the equation's ``ctx``; None if it has none.
-    """
-    given = primitive.get_bind_params(dict(params))
-    if isinstance(given, tuple):  # in JAX 0.8, with the functions that it calls
-        functions, params = given
+    """Computes an equation; `context` is its ``ctx``, if it has one; traceable."""
+    params = primitive.get_bind_params(dict(params))
+    if isinstance(params, tuple):  # in JAX 0.8, with the functions that it calls
+        functions, params = params
         operands = (*functions, *operands)
-    else:
-        params = given
     if context is None:
         results = primitive.bind(*operands, **params)
     else:
@@ -135,7 +126,7 @@ def bind(
 
 
 def source_frames(source: Any) -> list[tuple[str, str]]:
-    """Returns file and function of each frame above an equation, if they were kept."""
+    """Returns file and function of each frame above an equation, if JAX kept them."""
     try:
         return [(f.file_name, f.function_name) for f in source.traceback.frames]
     except AttributeError:

@@ -14,25 +14,24 @@ from jax.sharding import AbstractMesh
 
 
 def call_by_num_devices(
-    one: Callable[..., Any],
-    several: Callable[[AbstractMesh], Callable[..., Any]],
+    on_one: Callable[..., Any],
+    on_several: Callable[[AbstractMesh], Callable[..., Any]],
     *arguments: Any,
 ) -> Any:
-    """Calls `one` in a computation on one device, or ``several(mesh)``; traceable.
+    """Calls a function for one device, or one for several; traceable.
 
     A trace does not tell how many devices the computation has. Its compilation does.
 
     Args:
-      one: for one device.
-      several: gives the function for a mesh of all devices; its results are
+      on_several: gives the function for a mesh of all devices; its results are
         replicated over them.
-      arguments: arrays, or trees of arrays.
+      arguments: trees of arrays.
     """
     leaves, treedef = jax.tree.flatten(arguments)
-    closed, avals = jax.make_jaxpr(one, return_shape=True)(*arguments)
+    closed, avals = jax.make_jaxpr(on_one, return_shape=True)(*arguments)
 
     def flat(mesh: AbstractMesh) -> Callable[..., list[Any]]:
-        return lambda *xs: jax.tree.leaves(several(mesh)(*treedef.unflatten(xs)))
+        return lambda *xs: jax.tree.leaves(on_several(mesh)(*treedef.unflatten(xs)))
 
     results = _BY_NUM_DEVICES.bind(*leaves, closed=closed, several=flat)
     return jax.tree.structure(avals).unflatten(results)
@@ -76,6 +75,6 @@ def mesh_in_use() -> Any:
 
 
 def manual_axes() -> dict[str, int]:
-    """The axes, with sizes, of the ``pmap`` or ``shard_map`` that is being traced."""
+    """Returns the axes, with sizes, of the ``pmap`` or ``shard_map`` being traced."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: mesh.shape[name] for name in getattr(mesh, "manual_axes", ())}

@@ -21,7 +21,7 @@ class Coordination:
     """The coordination service that `jax.distributed.initialize` has connected to.
 
     Its calls are host-side gRPC; all block, without the GIL. Thread-safe. JAX waits
-    without end for a service whose process is stopped, so each has a limit here.
+    without end for a service whose process is stopped, so each call has a limit here.
     """
 
     def __init__(self, client: Any, process: int, num_processes: int) -> None:
@@ -58,21 +58,20 @@ class Coordination:
 
     def read_folder(self, folder: str, limit_s: float) -> dict[str, str]:
         """Returns the keys below a name with their values."""
-        found = self._in_time(limit_s, self._client.key_value_dir_get, f"{folder}/")
-        return dict(found)
+        pairs = self._in_time(limit_s, self._client.key_value_dir_get, f"{folder}/")
+        return dict(pairs)
 
     def leave(self, limit_s: float) -> None:
         """Leaves the service when all processes do, or gives up; this one ends then."""
-        with contextlib.suppress(
-            jax.errors.JaxRuntimeError, TimeoutError
-        ):  # it is gone
+        gone = jax.errors.JaxRuntimeError, TimeoutError
+        with contextlib.suppress(*gone):
             self._in_time(limit_s, self._client.shutdown)
 
     def _in_time(self, limit_s: float, call: Callable[..., Any], *args: Any) -> Any:
-        """Returns what a call returns, on the thread of all such calls, in turn.
+        """Makes a call on the thread of all calls, in turn.
 
         Raises:
-          TimeoutError: it did not return in time.
+          TimeoutError: the call did not return in time.
         """
         done: Future[Any] = Future()
 
@@ -96,12 +95,10 @@ def coordination() -> Coordination | None:
     client, count = _distributed.client, _distributed.num_processes
     if client is None or not count or count < 2:
         return None
-    return _coordination(client, _distributed.process_id, count)
+    return _connect(client, _distributed.process_id, count)
 
 
-@functools.lru_cache(1)
-def _coordination(client: Any, process: int, count: int) -> Coordination:
-    return Coordination(client, process, count)
+_connect = functools.lru_cache(1)(Coordination)
 
 
 def has_backend() -> bool:
@@ -110,7 +107,7 @@ def has_backend() -> bool:
 
 
 def forget_failed_tokens() -> None:
-    """Keeps JAX from raising once more at the exit what a computation has raised."""
+    """Keeps JAX from raising a computation's exception once more at the exit."""
     if has_backend():
         try:
             jax.effects_barrier()

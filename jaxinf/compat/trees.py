@@ -1,4 +1,4 @@
-"""Trees: keys of JAX's paths, a class that is looked into with us, Flax and Orbax.
+"""Trees: keys of JAX's paths, a class that is checked when flattened, Flax and Orbax.
 
 Invariant: names of leaves depend on the kinds and values of keys, not on JAX's text.
 Flax and Orbax are not imported.
@@ -9,12 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.tree_util import (
-    DictKey,
-    FlattenedIndexKey,
-    GetAttrKey,
-    SequenceKey,
-)
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 ORBAX_HANDLER = (
     "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -46,12 +41,11 @@ def _kind_and_value(key: Any) -> tuple[str, Any]:
     return "other", str(key)
 
 
-def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> None:
-    """Registers a ``NamedTuple`` as a tree of its fields that JAX looks into with us.
+def register_with_check(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> None:
+    """Registers a ``NamedTuple`` as a tree that is checked when JAX flattens it.
 
-    Args:
-      check: is called each time that JAX flattens one, as each call of a jitted
-        function does with its arguments; its exception is that call's.
+    Each call of a jitted function flattens its arguments, and raises the exception of
+    `check`.
     """
     fields = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
     keys = tuple(map(GetAttrKey, fields))

@@ -49,10 +49,7 @@ def deterministic_options(is_wanted: bool) -> dict[str, Any] | None:
     """Returns options with which a program has the same bits in each run.
 
     They make a GPU add in a fixed order, and choose kernels without measuring them.
-    None elsewhere, or if the user has chosen in ``XLA_FLAGS``.
-
-    Args:
-      is_wanted: Whether the program's bits matter.
+    None elsewhere, if they are not wanted, or if the user has chosen in ``XLA_FLAGS``.
     """
     varies = jax.default_backend() == "gpu" and _DETERMINISTIC not in _xla_flags()
     return {_DETERMINISTIC: True} if is_wanted and varies else None
@@ -63,10 +60,6 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any] | None) -> Any:
 
     Without measuring, XLA finds no tiles for some products in Triton's kernels, as of a
     ViT for an A100. These programs, which are the same in each run, get cuBLAS's.
-
-    Args:
-      lowered: a `jax.stages.Lowered`.
-      options: XLA's options; None for the default ones.
     """
     try:
         return lowered.compile(compiler_options=options)
@@ -77,11 +70,10 @@ def compile_lowered(lowered: Any, options: Mapping[str, Any] | None) -> Any:
 
 
 def memory_registry(device: Any) -> Any:
-    """Returns where memory of the host is registered for copies to and from a device.
+    """Returns XLA's client of a GPU, if it can register memory of the host.
 
-    It is XLA's client, with `dma_map(address, size)` and `dma_unmap(address)`; what is
-    registered there is copied by `jax.device_put` without a copy in between. None
-    beside CUDA, or if this JAX's client has no such functions.
+    It has `dma_map(address, size)` and `dma_unmap(address)`; `jax.device_put` copies
+    registered memory without a copy in between.
     """
     if device.platform not in ("cuda", "gpu"):
         return None
@@ -96,7 +88,6 @@ def _xla_flags() -> str:
 
 @functools.cache
 def _is_compiled_with(option: str, value: str) -> bool:
-    """Whether XLA's compiler takes the option with this value."""
     lowered = jax.jit(lambda: jax.numpy.zeros(())).lower()
     try:
         lowered.compile(compiler_options={option: value})

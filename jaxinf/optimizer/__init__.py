@@ -1,8 +1,20 @@
 """The optax transformation, and how a jitted update calls the host.
 
-    transform ─► wrapped: one trace ─► init, update: the calls of a step
-                                              │ leaf_call: what crosses
-    engine ◄─ host_side: host functions ◄═ callback
+One update, from top to bottom; ═ is a call of the host:
+
+    module      in JAX                               HostFunctions   engine
+    transform   update(grads, state, params)
+    update      the state's step ══════════════════► must_bind       is it the last one?
+                if not: all params ════════════════► compare, bind   read, compare
+                prologue: counts, norms, schedules
+    leaf_call   gradients, as soon as ready ═══════► update          read, kernel, write
+                updates ◄═══════════════════════════
+    update      statuses, scalar state ════════════► commit          make it durable
+    state       next state ◄════════════════════════ verdict
+
+`callback` makes these calls, `host_side` answers them; with an accelerator `start`
+takes the gradients and `finish` returns the updates. `init` makes the store or resumes
+it in calls of the same kind, and `wrapped` holds the arguments of `smart_update`.
 
 Invariant: optax and JAX meet the store here; lower layers know nothing of callbacks.
 """

@@ -4,11 +4,12 @@
    a mesh:           shard_map( owner of the shard: callback ─► psum of bits )
    several processes:           an owner in each; each fills its part of the results
 
-On a CPU a callback has XLA's own buffers. Elsewhere it has copies.
+On a CPU a callback has XLA's own buffers; elsewhere it has copies. Arguments and
+results are pytrees.
 
-Arguments and results are pytrees. Invariant: a host function called from here uses
-NumPy alone, runs once for each distinct shard, and, beside other JAX devices, never
-raises: an exception next to a waiting collective would abort the process.
+Invariant: a host function called from here uses NumPy alone, runs once for each
+distinct shard, and, beside other JAX devices, never raises: an exception next to a
+waiting collective would abort the process.
 """
 
 import logging
@@ -32,10 +33,10 @@ from jaxinf.typing import PyTree
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
-Host: TypeAlias = Callable[[PyTree, PyTree], None]
-"""``host(outs, arguments)`` fills the NumPy arrays of `outs`, and keeps none of them.
+HostFunction: TypeAlias = Callable[[PyTree, PyTree], None]
+"""``function(outs, arguments)`` fills the NumPy arrays of `outs`.
 
-It may keep its arguments only if calls do not share memory.
+It keeps none of them, and its arguments only if calls do not share memory.
 """
 
 FAILED = 2
@@ -92,66 +93,61 @@ class HostCallback:
     """A host function whose exception stops the store.
 
     Attributes:
-      host: fills its first argument's arrays from the second's.
       stop: gets the exception of a call that JAX raises.
       report: gets one that the program learns of by other means.
     """
 
-    host: Host
+    function: HostFunction
     stop: Callable[[BaseException], None]
     report: Callable[[BaseException], None]
 
-    def raising(self, outs: PyTree, arguments: PyTree) -> None:
-        """Runs as a callback that may fail the computation, as on one JAX device."""
+    def run_or_raise(self, outs: PyTree, arguments: PyTree) -> None:
+        """Runs where an exception may fail the computation, as on one JAX device."""
 
-        def host() -> None:
+        def run() -> None:
             try:
-                self.host(outs, arguments)
+                self.function(outs, arguments)
             except BaseException as error:
                 self.stop(error)
                 raise
 
-        run_uninterrupted(host)
+        run_uninterrupted(run)
 
-    def reporting(self, outs: PyTree, arguments: PyTree) -> None:
-        """Runs as a callback beside other devices; after an exception gives zeros.
-
-        Results in int32 are `FAILED` then.
-        """
+    def run_or_report(self, outs: PyTree, arguments: PyTree) -> None:
+        """Runs beside other devices; an exception gives zeros, `FAILED` in int32."""
         try:
-            run_uninterrupted(partial(self.host, outs, arguments))
+            run_uninterrupted(partial(self.function, outs, arguments))
         except BaseException as error:
             self.report(error)
             for out in jax.tree.leaves(outs):
                 out[...] = FAILED if out.dtype == np.int32 else 0
 
 
-def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
+def _call(function: HostFunction, arguments: PyTree, avals: PyTree) -> Any:
     if shares_memory():
-        own = partial(_with_buffers, host)
-        return compat.buffer_callback(own, avals, has_side_effect=True)(arguments)
+
+        def with_buffers(_: Any, outs: PyTree, arguments: PyTree) -> None:
+            function(*jax.tree.map(np.asarray, (outs, arguments)))
+
+        callback = compat.buffer_callback(with_buffers, avals, has_side_effect=True)
+        return callback(arguments)
+
+    def with_copies(arguments: PyTree) -> PyTree:
+        outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
+        function(outs, jax.tree.map(np.asarray, arguments))
+        return jax.tree.map(np.ravel, outs)
+
     # On a TPU all results of a call get the first one's sharding, with as many axes.
     flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
-    found = compat.io_callback(partial(_with_copies, host, avals), flat, arguments)
-    return jax.tree.map(lambda x, aval: x.reshape(aval.shape), found, avals)
+    results = compat.io_callback(with_copies, flat, arguments)
+    return jax.tree.map(lambda x, aval: x.reshape(aval.shape), results, avals)
 
 
-def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> None:
-    del context
-    host(*jax.tree.map(np.asarray, (outs, arguments)))
-
-
-def _with_copies(host: Host, avals: PyTree, arguments: PyTree) -> PyTree:
-    outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
-    host(outs, jax.tree.map(np.asarray, arguments))
-    return jax.tree.map(np.ravel, outs)
-
-
-# --- who calls -----------------------------------------------------------------------
+# --- the devices that call -----------------------------------------------------------
 
 
 def call_host(
-    host: HostCallback, avals: PyTree, arguments: PyTree, *, is_local: bool
+    host: HostCallback, arguments: PyTree, avals: PyTree, *, is_local: bool
 ) -> Any:
     """Calls the host from each device, or from the only one.
 
@@ -164,22 +160,22 @@ def call_host(
         its computation.
     """
     if is_local:
-        return _call(host.reporting, avals, arguments)
+        return _call(host.run_or_report, arguments, avals)
 
     # After an error XLA gives a TPU's program results that nothing has filled.
     is_tpu = jax.default_backend() == "tpu"
-    function = host.reporting if is_tpu else host.raising
+    function = host.run_or_report if is_tpu else host.run_or_raise
 
-    def alone(arguments: PyTree) -> Any:
-        return _call(function, avals, arguments)
+    def on_one_device(arguments: PyTree) -> Any:
+        return _call(function, arguments, avals)
 
-    def beside_others(mesh: AbstractMesh) -> Callable[[PyTree], Any]:
+    def on_several(mesh: AbstractMesh) -> Callable[[PyTree], Any]:
         _warn_of_gathering(mesh.size)
-        return lambda arguments: call_once(host, mesh, arguments, avals)
+        return lambda arguments: call_once(host, arguments, avals, mesh)
 
     if jax.device_count() == 1:
-        return alone(arguments)
-    return compat.call_by_num_devices(alone, beside_others, arguments)
+        return on_one_device(arguments)
+    return compat.call_by_num_devices(on_one_device, on_several, arguments)
 
 
 @cache
@@ -196,8 +192,8 @@ def _warn_of_gathering(num_devices: int) -> None:
 
 def call_owner(
     host: HostCallback,
-    avals: PyTree,
     arguments: PyTree,
+    avals: PyTree,
     mesh: AnyMesh,
     axes: Sequence[str],
     *,
@@ -205,26 +201,29 @@ def call_owner(
 ) -> Any:
     """Calls the host from the first device along `axes`, in a ``shard_map``.
 
-    The others receive its results' bits, or go on at once with zeros if it does not
-    share them. With several processes, the first device of each calls: results in int32
-    are the greatest of all, and each host fills its part of the others, and the rest
-    with zeros. Other arguments are as for `call_host`.
+    With several processes, the first device of each calls: results in int32 are the
+    greatest of all, and each host fills its part of the others, and the rest with
+    zeros. `arguments` and `avals` are as for `call_host`.
+
+    Args:
+      shares: whether the other devices wait for the results' bits, in a collective; if
+        not, they go on at once with zeros.
     """
     axes = tuple(name for name in axes if mesh.shape[name] > 1)
     if not axes:
-        return call_host(host, avals, arguments, is_local=True)
+        return call_host(host, arguments, avals, is_local=True)
     results = lax.cond(
         _is_caller(mesh, axes),
-        lambda: call_host(host, avals, arguments, is_local=True),
+        lambda: call_host(host, arguments, avals, is_local=True),
         lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals),
     )
     if not shares:
         return results
-    is_alone = jax.process_count() == 1
+    is_one_process = jax.process_count() == 1
     return jax.tree.map(
         lambda result: (
             lax.pmax(result, axes)
-            if result.dtype == jnp.int32 and not is_alone
+            if result.dtype == jnp.int32 and not is_one_process
             else sum_bits(result, axes)
         ),
         results,
@@ -244,51 +243,52 @@ def _is_caller(mesh: AnyMesh, axes: tuple[str, ...]) -> jax.Array:
 
 
 def call_once(
-    host: HostCallback, mesh: AnyMesh | None, arguments: PyTree, avals: PyTree
+    host: HostCallback, arguments: PyTree, avals: PyTree, mesh: AnyMesh | None
 ) -> Any:
     """Calls the host once in each process, with replicated arguments and results.
 
     Results in int32 are the greatest of all processes, others those of the first.
-
     `mesh` is None for one JAX device.
     """
     if mesh is None:
-        return call_host(host, avals, arguments, is_local=False)
-    called = host
+        return call_host(host, arguments, avals, is_local=False)
 
-    def only_first(outs: PyTree, arguments: PyTree) -> None:
-        host.host(outs, arguments)
+    def fill_in_first_process(outs: PyTree, arguments: PyTree) -> None:
+        host.function(outs, arguments)
         if jax.process_index():
             for out in jax.tree.leaves(outs):
                 if out.dtype != np.int32:
                     out[...] = 0
 
+    called = host
     if jax.process_count() > 1:
-        called = replace(host, host=only_first)
+        called = replace(host, function=fill_in_first_process)
     return on_mesh(
         mesh,
-        lambda arguments: call_owner(called, avals, arguments, mesh, mesh.axis_names),
+        lambda arguments: call_owner(called, arguments, avals, mesh, mesh.axis_names),
         arguments,
     )
 
 
 def call_together(
-    host: HostCallback, mesh: AnyMesh | None, arguments: PyTree, aval: PyTree
+    host: HostCallback, arguments: PyTree, aval: PyTree, mesh: AnyMesh | None
 ) -> jax.Array:
     """Calls the host once in each process, when all of its devices have come.
 
-    They wait on the host, not in a collective: XLA gives a first one up that is stuck.
-    The result, int32, is the greatest of all processes.
+    They wait on the host, not in a collective: XLA gives up a collective whose first
+    device waits too long. The result, int32, is the greatest of all processes.
     """
     if mesh is None:
-        return call_host(host, aval, arguments, is_local=False)
-    is_alone = jax.process_count() == 1
-    num = mesh.size if is_alone or not isinstance(mesh, Mesh) else mesh.local_mesh.size
-    met = replace(host, host=_Meeting(host, num))
+        return call_host(host, arguments, aval, is_local=False)
+    is_one_process = jax.process_count() == 1
+    num_devices = mesh.size
+    if isinstance(mesh, Mesh) and not is_one_process:
+        num_devices = mesh.local_mesh.size
+    meeting = replace(host, function=_Meeting(host, num_devices))
 
     def on_device(arguments: PyTree) -> jax.Array:
-        found = call_host(met, aval, arguments, is_local=True)
-        return found if is_alone else lax.pmax(found, mesh.axis_names)
+        result = call_host(meeting, arguments, aval, is_local=True)
+        return result if is_one_process else lax.pmax(result, mesh.axis_names)
 
     return on_mesh(mesh, on_device, arguments)
 
@@ -309,7 +309,7 @@ def on_mesh(
 class _Meeting:
     """A host function that the last of a process's devices to call it runs.
 
-    It gets the greatest of the arguments of all devices, element by element, and all
+    Its arguments are the greatest of all devices', element by element, and all devices
     get its results. Thread-safe.
     """
 
@@ -324,8 +324,8 @@ class _Meeting:
 
     def _run(self) -> None:
         calls, self._calls = self._calls, []
-        outs, given = calls[0][0], [arguments for _, arguments in calls]
-        greatest = jax.tree.map(lambda *x: np.maximum.reduce(x), *given)
-        self._host.reporting(outs, greatest)
+        outs = calls[0][0]
+        greatest = jax.tree.map(lambda *x: np.maximum.reduce(x), *(a for _, a in calls))
+        self._host.run_or_report(outs, greatest)
         for others, _ in calls[1:]:
             jax.tree.map(np.copyto, others, outs)

@@ -9,7 +9,8 @@ one; every started update ends, fetched or not.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from jaxinf.engine import (
     engine_of,
 )
 from jaxinf.errors import StoreMismatchError
-from jaxinf.optimizer.callback import FAILED, Host, HostCallback
+from jaxinf.optimizer.callback import FAILED, HostCallback, HostFunction
 from jaxinf.optimizer.leaf_call import (
     FINITE,
     GO,
@@ -43,13 +44,13 @@ _Key: TypeAlias = tuple[int, ...]
 class StartedUpdates:
     """The updates of one store that are under way, for which its `close` waits.
 
-    Its workers and memory are the limits. Thread-safe.
+    The store's workers and memory are the limits. Thread-safe.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._changed = threading.Condition()
-        self._taken_bytes = 0
+        self._used_bytes = 0
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: dict[_Key, Future[HostResult]] = {}
 
@@ -59,8 +60,8 @@ class StartedUpdates:
         """Begins an update; blocks while those under way hold too much memory.
 
         Args:
-          key: key of the call; an unfetched update of the same key is forgotten.
-          num_bytes: bytes that it holds until its end.
+          key: the call's; an unfetched update of the same key is forgotten.
+          num_bytes: bytes that the update holds until its end.
         """
         engine = engine_of(self._store)
         engine.health.check()
@@ -70,16 +71,18 @@ class StartedUpdates:
                 return update()
             finally:
                 with self._changed:
-                    self._taken_bytes -= num_bytes
+                    self._used_bytes -= num_bytes
                     self._changed.notify_all()
 
         def fits() -> bool:
-            taken = self._taken_bytes
-            return not taken or taken + num_bytes <= engine.options.memory_bytes
+            used_bytes = self._used_bytes
+            return (
+                not used_bytes or used_bytes + num_bytes <= engine.options.memory_bytes
+            )
 
         with self._changed:
             self._changed.wait_for(fits)
-            self._taken_bytes += num_bytes
+            self._used_bytes += num_bytes
             if self._pool is None:
                 num_csds = len(engine.files.csds) if engine.has_files else 1
                 num_workers = engine.options.num_workers_for(num_csds)
@@ -101,6 +104,32 @@ COMMITTED, SKIPPED = 0, 1
 """Verdict on a step; or `callback.FAILED`."""
 
 
+class Comparison(NamedTuple):
+    """Whether params are the store's, and, in `differing`, which replicas differ."""
+
+    step: Array
+    statuses: Array
+    differing: Array
+
+
+class StepEnd(NamedTuple):
+    """The arrays with which a step ends.
+
+    Attributes:
+      step, skipped_steps: the state's before the step.
+      differences: for each leaf with 16-bit params the greatest difference of the
+        updated ones from the store's.
+      scalars: the new scalar state.
+    """
+
+    step: Array
+    skipped_steps: Array
+    statuses: Array
+    differences: Array
+    scalars: Sequence[Array]
+    carried: Sequence[Array]
+
+
 class HostFunctions:
     """Host functions over one store."""
 
@@ -111,11 +140,6 @@ class HostFunctions:
 
     @property
     def engine(self) -> Engine:
-        """The store's engine.
-
-        Raises:
-          StoreClosedError: the store is closed.
-        """
         return engine_of(self.store)
 
     @property
@@ -132,16 +156,19 @@ class HostFunctions:
         """
         return self.engine.options.rewrites_steps and self.checks_finite
 
-    def guarded(self, host: Host, *, is_last: bool = False) -> HostCallback:
-        """Wraps a host function for a callback: its exception stops the store.
+    def guarded(
+        self, function: Any, *arguments: Any, is_last: bool = False, **options: Any
+    ) -> HostCallback:
+        """Makes a callback of a host function: its exception stops the store.
 
-        No later call of the step tells other processes of that of the last one.
+        No later call of the step tells other processes of the last one's exception.
         """
         engine, health = self.engine, self.engine.health
         report = health.fail_announced
         if is_last and not engine.group.is_alone:
             report = health.fail_unannounced
-        return HostCallback(host, health.fail, report)
+        bound: HostFunction = partial(function, *arguments, **options)
+        return HostCallback(bound, health.fail, report)
 
     # --- callbacks -----------------------------------------------------------------
 
@@ -151,9 +178,8 @@ class HostFunctions:
         """Callback before a step: tells whether params must be compared with the store.
 
         Args:
-          step: the state's.
-          waits: whether an export is waited for here, and not by an update, while
-            other JAX devices wait in a collective: XLA ends the process after 40 s.
+          waits: whether to wait for an export here. An update would wait while other
+            JAX devices wait in a collective, and XLA ends the process after 40 s.
         """
         engine = self.engine
         bind_optimizer(engine, description)
@@ -175,22 +201,14 @@ class HostFunctions:
         outs.statuses[...] = FINITE
 
     def bind(
-        self,
-        description: StoreDescription,
-        out: Array,
-        found: tuple[Array, Array, Array],
+        self, description: StoreDescription, out: Array, comparison: Comparison
     ) -> None:
-        """Callback when every leaf was compared: binds the run to its step.
-
-        Args:
-          found: the state's step; statuses of the comparisons; for each leaf whether
-            the JAX devices have different replicas of it.
-        """
-        step, statuses, differing = found
-        self._check_all(int(step), statuses)
-        if np.any(differing):
+        """Callback when every leaf was compared: binds the run to its step."""
+        self._raise_failure(int(comparison.step), comparison.statuses)
+        if np.any(comparison.differing):
             leaves = description.leaves
-            names = [leaves[n].record.name for n in np.flatnonzero(differing)]
+            numbers = np.flatnonzero(comparison.differing)
+            names = [leaves[number].record.name for number in numbers]
             raise StoreMismatchError(
                 f"{self.store.path}: expected replicas with the same bits in all "
                 f"processes, found others of {first_few(names)}, as if a process had "
@@ -208,8 +226,8 @@ class HostFunctions:
                 if out is not None and not records[leaf.number].is_whole:
                     out[...] = 0
 
-    def _check_all(self, step: int, statuses: Array) -> None:
-        """Raises the failure of this process, or of another one."""
+    def _raise_failure(self, step: int, statuses: Array) -> None:
+        """Raises the failure of this process, or of another one, if there is any."""
         engine = self.engine
         if not np.any(statuses == FAILED):
             engine.health.check()
@@ -218,7 +236,7 @@ class HostFunctions:
             raise self._raise_in_next_call(error)
 
     def _raise_in_next_call(self, error: BaseException) -> BaseException:
-        """Returns an error that all know by statuses; the next call raises it, too."""
+        """Returns an error that all processes know; the next call raises it, too."""
         if not self.engine.group.is_alone:
             self.engine.health.fail_announced(error)
         return error
@@ -245,14 +263,14 @@ class HostFunctions:
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
             if leaf.is_kept:
                 outs.statuses[place] = FINITE
-            elif leaf.held == GO:
+            elif leaf.gate_value == GO:
                 described = description.leaves[leaf.number]
                 requests.append(leaf.request(call, described, out))
                 places.append(place)
             else:
                 if out is not None:
                     out[...] = 0
-                is_bad = leaf.held == HOLD_NON_FINITE
+                is_bad = leaf.gate_value == HOLD_NON_FINITE
                 outs.statuses[place] = NON_FINITE if is_bad else FINITE
         if requests:
             is_finite = self.engine.steps.update(int(call.step), *requests)
@@ -263,7 +281,7 @@ class HostFunctions:
     ) -> None:
         """Callback: begins an update, and returns when the gradients are taken.
 
-        Results: statuses, always `FINITE`.
+        Statuses are `FINITE`.
         """
         described = description.leaves
 
@@ -271,12 +289,12 @@ class HostFunctions:
             arrays = tuple(
                 None
                 if leaf.is_kept
-                else np.empty(leaf.part_shape, described[leaf.number].device_dtype)
+                else np.empty(leaf.shard_shape, described[leaf.number].device_dtype)
                 for leaf in call.leaves
             )
-            own = HostResult(arrays, np.empty(len(arrays), np.int32))
-            self.update(description, own, call)
-            return own
+            result = HostResult(arrays, np.empty(len(arrays), np.int32))
+            self.update(description, result, call)
+            return result
 
         num_bytes = sum(array.nbytes for array in jax.tree.leaves(call))
         self._started.start(call.key, update, num_bytes)
@@ -285,17 +303,17 @@ class HostFunctions:
     def finish(self, outs: HostResult, call: HostCall) -> None:
         """Callback: fetches a started update, after the last `start`; see `update`."""
         self.engine.health.check()
-        own = self._started.finish(call.key)
-        for out, found in zip(outs.arrays, own.arrays, strict=True):
+        result = self._started.finish(call.key)
+        for out, array in zip(outs.arrays, result.arrays, strict=True):
             if out is not None:
-                out[...] = found
-        outs.statuses[...] = own.statuses
+                out[...] = array
+        outs.statuses[...] = result.statuses
 
     def commit(
         self,
         description: StoreDescription,
         verdict: Array,
-        arguments: tuple[Array, Array, Array, Array, Sequence[Array], Sequence[Array]],
+        end: StepEnd,
         *,
         order: Sequence[int],
         measured: Sequence[int],
@@ -308,34 +326,32 @@ class HostFunctions:
           order: leaves in the order of the statuses.
           measured: leaves in the order of the differences.
           kept: leaves that have no gradient.
-          arguments: step and skipped steps of the state; for each leaf the status; for
-            each with 16-bit params the greatest difference of the updated ones from the
-            store's; the new scalar state; the arrays to carry.
-          paths: names of these.
+          paths: names of the carried arrays.
         """
-        step, skipped, found, inexact, scalars, carried = arguments
-        statuses = np.empty_like(found)
-        statuses[list(order)] = found
-        self._check_all(int(step) + 1, statuses)
-        engine = self.engine
+        engine, step = self.engine, int(end.step)
+        statuses = np.empty_like(end.statuses)
+        statuses[list(order)] = end.statuses
+        self._raise_failure(step + 1, statuses)
         if np.any(statuses == NON_FINITE) and self.checks_finite:
             engine.steps.abandon()
             if self._nonfinite != "skip":
                 engine.steps.wait()  # commits the earlier steps
                 pairs = zip(description.leaves, statuses, strict=True)
-                bad = [leaf.record.name for leaf, own in pairs if own == NON_FINITE]
-                error = nonfinite_error(bad, int(step), self.store.path)
+                names = [leaf.record.name for leaf, s in pairs if s == NON_FINITE]
+                error = nonfinite_error(names, step, self.store.path)
                 raise self._raise_in_next_call(error)
             verdict[...] = SKIPPED
         else:
-            named = named_scalars(description, scalars)
-            pairs = zip(measured, inexact.tolist(), strict=True)
-            bounds = {number: bound for number, bound in pairs if bound}
-            carry = dict(zip(paths, carried, strict=True))
+            pairs = zip(measured, end.differences.tolist(), strict=True)
             engine.steps.finish(
-                int(step), named, int(skipped), bounds, kept=kept, carry=carry
+                step,
+                named_scalars(description, end.scalars),
+                int(end.skipped_steps),
+                {number: difference for number, difference in pairs if difference},
+                kept=kept,
+                carry=dict(zip(paths, end.carried, strict=True)),
             )
-            engine.resume_check.bound_step = int(step) + 1
+            engine.resume_check.bound_step = step + 1
             verdict[...] = COMMITTED
 
 

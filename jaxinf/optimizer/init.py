@@ -2,7 +2,7 @@
 
 Invariant: an eager `init` writes before it returns, an `init` in a computation writes
 when that runs, and an `init` under ``eval_shape`` never writes. A store is new until
-every leaf is placed and step 0 is committed. On a store with steps the params of `init`
+every leaf is stored and step 0 is committed. On a store with steps the params of `init`
 are not looked at: the first update compares those that it is given. A deferred leaf is
 in memory only while its own state is made, unless the optimizer's init needs all its
 elements in the prologue.
@@ -10,7 +10,7 @@ elements in the prologue.
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +39,13 @@ from jaxinf.optimizer.leaf_call import (
     HostCall,
     HostResult,
     LeafCall,
-    LeafResult,
-    group_leaves,
     mesh_of,
     on_one_mesh,
-    send,
+    send_leaves,
     traced_shardings,
 )
-from jaxinf.optimizer.state import SmartUpdateState, first_state
-from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
+from jaxinf.optimizer.state import InitResult, SmartUpdateState, first_state
+from jaxinf.optimizer.wrapped import OffloadedOptimizer, guard_arrays
 from jaxinf.program import InitProgram, LeafInputs, keep_trained, key_data
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
@@ -65,11 +63,7 @@ class HostInit:
         self._has_begun = False
 
     def begin(self) -> bool:
-        """Begins `init`: treats a store that has steps according to `on_existing`.
-
-        Returns:
-          Whether the store is new, so that leaves must be placed.
-        """
+        """Begins `init` as `on_existing` says; returns whether the store is new."""
         engine, path = self._wrapped.engine, self._store.path
         with self._guard:
             is_first, self._has_begun = not self._has_begun, True
@@ -97,20 +91,15 @@ class HostInit:
         self._store.wait()
         return is_new
 
-    def leaves(self, outs: HostResult, call: HostCall) -> None:
-        """Callback: stores leaves, or shards, of the params of a new store.
-
-        Results: the error feedback, if there is any, and statuses.
-        """
+    def store_leaves(self, outs: HostResult, call: HostCall) -> None:
+        """Callback: stores leaves, or shards, of a new store; gives error feedback."""
         is_new, engine = self.begin(), self._wrapped.engine
         if is_new:
-            given = [
-                InitialParams(
-                    one.number, one.params, call.origin(one), call.inputs(one)
-                )
-                for one in call.leaves
+            first_params = [
+                InitialParams(x.number, x.params, call.origin(x), call.inputs(x))
+                for x in call.leaves
             ]
-            initialise_leaves(engine.files, self._description, given)
+            initialise_leaves(engine.files, self._description, first_params)
         for leaf, feedback in zip(call.leaves, outs.arrays, strict=True):
             if feedback is not None:
                 feedback[...] = 0  # of a new store, and where others hold it
@@ -122,22 +111,18 @@ class HostInit:
     def finish(
         self, outs: Sequence[Array], arguments: tuple[Array, Sequence[Array]]
     ) -> None:
-        """Callback: ends `init`, when all leaves are placed according to the statuses.
-
-        Results: see `held_state`.
-        """
+        """Callback: ends `init`, when all leaves are stored; see `start_run`."""
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
             self._wrapped.engine.health.check()
             raise self._wrapped.engine.group.failure_of_others(0)
-        for out, value in zip(outs, self.held_state(scalars), strict=True):
+        for out, value in zip(outs, self.start_run(scalars), strict=True):
             out[...] = value
 
-    def held_state(self, scalars: Sequence[Array]) -> list[Array]:
-        """Commits step 0 of a new store; returns the beginning of the run's state.
+    def start_run(self, scalars: Sequence[Array]) -> list[Array]:
+        """Commits step 0 of a new store, with the optimizer's first scalar state.
 
-        Returns:
-          Step, skipped steps and scalar state.
+        Returns step, skipped steps and scalar state of the store's last step.
         """
         engine = self._wrapped.engine
         is_new = self.begin()
@@ -151,50 +136,44 @@ class HostInit:
         commit = engine.files.finished
         self._check_scalars(scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)
-        held = [scalar.value for scalar in commit.scalar_state]
-        return [*(np.array(n, np.int32) for n in counters), *held]
+        stored = [scalar.value for scalar in commit.scalar_state]
+        return [*(np.array(n, np.int32) for n in counters), *stored]
 
     def _check_scalars(
-        self, given: Sequence[Array], held: Sequence[ScalarState]
+        self, initial: Sequence[Array], stored: Sequence[ScalarState]
     ) -> None:
-        wanted = [
-            (path, value.dtype.name, value.shape)
-            for path, value in zip(self._description.scalar_paths, given, strict=True)
-        ]
-        stored = [(s.path, s.value.dtype.name, s.value.shape) for s in held]
-        if wanted != stored:
+        expected, found = (
+            [(s.path, s.value.dtype.name, s.value.shape) for s in scalars]
+            for scalars in (named_scalars(self._description, initial), stored)
+        )
+        if expected != found:
             raise StoreMismatchError(
-                f"{self._store.path}: the store's scalar state is {stored}, this "
-                f"optimizer's {wanted}; open it with the optimizer it was made with"
+                f"{self._store.path}: the store's scalar state is {found}, this "
+                f"optimizer's {expected}; open it with the optimizer it was made with"
             )
-
-
-_Made: TypeAlias = tuple[Sequence[jax.Array], Sequence[Any], Sequence[jax.Array]]
-"""The first scalar state, the result of `held_state`, each leaf's error feedback."""
 
 
 def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
     check_device_configuration()
     wrapped.check()
-    params = entering("init", keep_trained(params))
+    params = guard_arrays("init", keep_trained(params))
     leaves = jax.tree.leaves(params)
-    is_known = all(
+    has_values = all(
         hasattr(x, "__array__") and not isinstance(x, compat.Tracer) for x in leaves
     )
-    if is_known:
-        seen = [getattr(leaf, "sharding", None) for leaf in leaves]
-        wrapped.engine.shardings = on_one_mesh(seen)
-    shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
+    if has_values:
+        wrapped.engine.shardings = on_one_mesh(
+            [getattr(leaf, "sharding", None) for leaf in leaves]
+        )
+    shardings = wrapped.shardings or (() if has_values else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
     description = wrapped.describe(program, update, shardings)
-    if compat.is_tracing() or not is_known:
-        initial, held, left = _init_traced(
-            wrapped, description, program, leaves, shardings
-        )
+    if compat.is_tracing() or not has_values:
+        result = _init_traced(wrapped, description, program, leaves, shardings)
     else:
-        initial, held, left = _init_eagerly(wrapped, description, program, leaves)
+        result = _init_eagerly(wrapped, description, program, leaves)
     tree = jax.tree.structure(params if wrapped.has_feedback else ())
-    return first_state(program, initial, held, tree.unflatten(left))
+    return first_state(program, result, tree.unflatten(result.feedback))
 
 
 def _init_eagerly(
@@ -202,27 +181,27 @@ def _init_eagerly(
     description: StoreDescription,
     program: InitProgram,
     leaves: Sequence[Any],
-) -> _Made:
+) -> InitResult:
     engine = wrapped.engine
     host = HostInit(wrapped, description)
     is_new = host.begin()
     initial, inputs = program.compute(leaves)
     if is_new:
-        for given in _first_params(leaves, inputs):
-            initialise_leaves(engine.files, description, given)
-            given.clear()
+        for first_params in _first_params(leaves, inputs):
+            initialise_leaves(engine.files, description, first_params)
+            first_params.clear()
     else:
         wrapped.check_shards(description, wrapped.shardings)
-    held = host.held_state([np.asarray(key_data(value)) for value in initial])
+    stored = host.start_run([np.asarray(key_data(value)) for value in initial])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
-        whole = NamedSharding(mesh, PartitionSpec())
-        held = [shard_whole(value, whole) for value in held]
+        replicated = NamedSharding(mesh, PartitionSpec())
+        stored = [shard_whole(value, replicated) for value in stored]
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:
-        places = wrapped.shardings or [None] * len(leaves)
+        shardings = wrapped.shardings or [None] * len(leaves)
         feedback = [
             jnp.zeros(leaf.shape, jnp.float32, device=sharding)
-            for leaf, sharding in zip(leaves, places, strict=True)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
         ]
     if not is_new:
         files = engine.files
@@ -230,7 +209,7 @@ def _init_eagerly(
             read_leaf(files, number, like, len(files.leaves[number].states) - 1)
             for number, like in enumerate(feedback)
         ]
-    return initial, held, feedback
+    return InitResult(initial, stored, feedback)
 
 
 def _first_params(
@@ -241,22 +220,21 @@ def _first_params(
     The receiver empties the lists, so that a deferred leaf is free before the next is
     read.
     """
-    given: list[InitialParams] = []
+    group: list[InitialParams] = []
     num_bytes = 0
-    for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
-        scalars = tuple(np.asarray(s) for s in own.scalars)
+    for number, (leaf, leaf_inputs) in enumerate(zip(leaves, inputs, strict=True)):
+        scalars = tuple(np.asarray(s) for s in leaf_inputs.scalars)
         for origin, shard in shards_with_origin(leaf):
-            arrays = tuple(_part_of(a, origin, shard.shape) for a in own.arrays)
-            given.append(
-                InitialParams(number, shard, origin, LeafInputs(scalars, arrays))
-            )
+            arrays = tuple(_part_of(a, origin, shard.shape) for a in leaf_inputs.arrays)
+            shard_inputs = LeafInputs(scalars, arrays)
+            group.append(InitialParams(number, shard, origin, shard_inputs))
             num_bytes += shard.nbytes
             del shard
             if isinstance(leaf, DeferredArray) or num_bytes > GROUP_BYTES:
-                yield given
-                given, num_bytes = [], 0
-    if given:
-        yield given
+                yield group
+                group, num_bytes = [], 0
+    if group:
+        yield group
 
 
 def _part_of(
@@ -279,9 +257,8 @@ def _init_traced(
     program: InitProgram,
     leaves: Sequence[jax.Array],
     shardings: tuple[NamedSharding, ...],
-) -> _Made:
+) -> InitResult:
     host = HostInit(wrapped, description)
-    mesh = mesh_of(shardings)
     initial, inputs = program.prologue(leaves)
     calls = [
         LeafCall(number, leaf.shape, sharding, params=leaf)
@@ -289,27 +266,15 @@ def _init_traced(
             zip(leaves, shardings or [None] * len(leaves), strict=True)
         )
     ]
-    found: dict[int, LeafResult] = {}
-    statuses = []
-    dtype = np.float32 if wrapped.has_feedback else None
-    for group in group_leaves(calls):
-        placed, own = send(
-            wrapped.host.guarded(host.leaves),
-            HostCall.of([calls[n] for n in group], [inputs[n] for n in group]),
-            [dtype] * len(group),
-        )
-        found |= dict(zip(group, placed, strict=True))
-        statuses.append(own)
-    feedback = []
-    if wrapped.has_feedback:
-        feedback = [found[number].array for number in range(len(leaves))]
+    dtypes = [np.float32 if wrapped.has_feedback else None] * len(leaves)
+    store_leaves = wrapped.host.guarded(host.store_leaves)
+    feedback, statuses = send_leaves(store_leaves, calls, dtypes, inputs)
     scalars = [key_data(value) for value in initial]
     counter = jax.ShapeDtypeStruct((), np.int32)
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars]
-    held = call_once(
+    stored = call_once(
         wrapped.host.guarded(host.finish),
-        mesh,
         (jnp.concatenate(statuses), scalars),
-        [counter, counter, *avals],
+        [counter, counter, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars)],
+        mesh_of(shardings),
     )
-    return initial, held, feedback
+    return InitResult(initial, stored, feedback if wrapped.has_feedback else [])

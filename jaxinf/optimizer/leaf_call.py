@@ -4,8 +4,8 @@
     of JAX arrays, where the gradient is │ of NumPy arrays, on the host
 
 Invariant: all data of a leaf for the host is in one pytree. Values that are known when
-  a step is traced are part of its structure, not operands. A run has one mesh or none;
-  arrays that are not sharded are replicated.
+a step is traced are part of its structure, not operands. A run has one mesh or none;
+arrays that are not sharded are replicated.
 """
 
 import math
@@ -36,7 +36,7 @@ from jaxinf.program import LeafInputs
 def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
     """Returns every leaf's sharding on the run's mesh; empty for one JAX device.
 
-    Others than ``NamedSharding`` count as replicated; several meshes are refused.
+    Other kinds than ``NamedSharding`` count as replicated; several meshes are refused.
     """
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     meshes = {mesh for mesh in meshes if mesh.size > 1}
@@ -52,26 +52,16 @@ def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
 
 
 def traced_shardings(leaves: Sequence[Any]) -> tuple[NamedSharding, ...]:
-    """Returns the leaves' shardings as far as a trace knows them; empty otherwise.
-
-    It knows them on meshes whose axes are all explicit.
-    """
-    seen = [getattr(jax.typeof(leaf), "sharding", None) for leaf in leaves]
+    """Returns the leaves' shardings that a trace knows: on meshes of explicit axes."""
+    shardings = [getattr(jax.typeof(leaf), "sharding", None) for leaf in leaves]
     return on_one_mesh(
-        [s if s is not None and s.mesh.are_all_axes_explicit else None for s in seen]
+        [s if s and s.mesh.are_all_axes_explicit else None for s in shardings]
     )
 
 
 def mesh_of(shardings: Sequence[NamedSharding]) -> AnyMesh | None:
     """Returns the mesh of the leaves; None for one JAX device."""
     return shardings[0].mesh if shardings else None
-
-
-def _dimension_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """Returns the names of the axes over which each dimension is sharded."""
-    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    return [tuple(n for n in entry if isinstance(n, str)) for entry in entries]
 
 
 # --- what crosses --------------------------------------------------------------------
@@ -84,7 +74,7 @@ GO, HOLD, HOLD_NON_FINITE = 0, 1, 2
 
 _NUM_PROBED = 8
 _REPLICATED = ("gate", "probe")
-_STATIC = ("number", "shape", "sharding", "is_kept", "scalars")
+_STATIC = ("number", "shape", "sharding", "is_kept", "scalar_places")
 
 
 @partial(
@@ -97,15 +87,14 @@ class LeafCall:
     """The data of a leaf for the host; on a mesh, each JAX device sends its shard's.
 
     Attributes:
-      shape: the leaf's.
-      sharding: None without a mesh.
-      is_kept: whether it has no gradient, and stays as it is.
-      scalars: indices of the call's scalars for its kernel.
+      shape: the whole leaf's.
+      is_kept: whether the leaf has no gradient, and stays as it is.
+      scalar_places: for each scalar of the kernel its place in `HostCall.scalars`.
       gradient: dense or compressed; None in `init`.
       params: params on the JAX device; None if the host does not need them.
       inputs: other inputs of the kernel, of the gradient's shape.
       feedback: float32, the sum of elements not sent; None without error feedback.
-      gate: int32, whether it may update; None if it always may.
+      gate: int32, whether the leaf may be updated; None if it always may.
       probe: the first few params, if the host does not get all.
     """
 
@@ -113,7 +102,7 @@ class LeafCall:
     shape: tuple[int, ...]
     sharding: NamedSharding | None
     is_kept: bool = False
-    scalars: tuple[int, ...] = ()
+    scalar_places: tuple[int, ...] = ()
     gradient: Any = None
     params: Any = None
     inputs: tuple[Any, ...] = ()
@@ -122,18 +111,12 @@ class LeafCall:
     probe: Any = None
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
-        """The shape of the part that a JAX device has."""
+    def shard_shape(self) -> tuple[int, ...]:
         return self.sharding.shard_shape(self.shape) if self.sharding else self.shape
 
     @property
-    def unused_axes(self) -> tuple[str, ...]:
-        """The mesh's axes along which devices hold the same shard."""
-        return unused_axes(self.sharding)
-
-    @property
-    def held(self) -> int:
-        """The gate's verdict, on the host."""
+    def gate_value(self) -> int:
+        """`GO`, `HOLD` or `HOLD_NON_FINITE`; on the host."""
         return GO if self.gate is None else int(self.gate)
 
     def request(
@@ -142,8 +125,8 @@ class LeafCall:
         """Makes the request, on the host; `out` gets the update or 16-bit params."""
         probe = self.probe
         if probe is None:
-            given = np.zeros(0, out.dtype) if self.params is None else self.params
-            probe = first_elements(given)
+            no_params = np.zeros(0, out.dtype)
+            probe = first_elements(no_params if self.params is None else self.params)
         return UpdateRequest(
             leaf=self.number,
             kernel=leaf.kernel,
@@ -166,7 +149,7 @@ def first_elements(array: Any) -> Any:
 
 
 class HostCall(NamedTuple):
-    """One call of the host.
+    """The data of one call of the host.
 
     Attributes:
       scalars: the prologue's scalars for the kernels.
@@ -187,42 +170,39 @@ class HostCall(NamedTuple):
         cls,
         leaves: Sequence[LeafCall],
         inputs: Sequence[LeafInputs],
-        step: jax.Array | None = None,
-        after: jax.Array | None = None,
+        step: jax.Array | None,
+        after: jax.Array | None,
     ) -> "HostCall":
-        """Makes a call with the kernels' inputs; equal scalars are sent once."""
-        scalars: dict[int, jax.Array] = {}
-        for scalar in (scalar for own in inputs for scalar in own.scalars):
-            scalars.setdefault(id(scalar), scalar)
+        """Makes a call with the kernels' inputs; scalars that they share go once."""
+        scalars = {id(s): s for leaf_inputs in inputs for s in leaf_inputs.scalars}
         places = {key: place for place, key in enumerate(scalars)}
         complete = [
             replace(
                 leaf,
-                scalars=tuple(places[id(scalar)] for scalar in own.scalars),
-                inputs=own.arrays,
+                scalar_places=tuple(places[id(s)] for s in leaf_inputs.scalars),
+                inputs=leaf_inputs.arrays,
             )
-            for leaf, own in zip(leaves, inputs, strict=True)
+            for leaf, leaf_inputs in zip(leaves, inputs, strict=True)
         ]
         return cls(tuple(complete), tuple(scalars.values()), step, after=after)
 
     def origin(self, leaf: LeafCall) -> tuple[int, ...]:
-        """Returns the leaf's index of the device's first element; on the host."""
-        if leaf.sharding is None:
-            return (0,) * len(leaf.shape)
-        mesh, origin = leaf.sharding.mesh, []
-        places = dict(zip(mesh.axis_names, self.device.tolist(), strict=True))
-        axes = _dimension_axes(leaf.sharding, len(leaf.shape))
-        for names, length in zip(axes, leaf.part_shape, strict=True):
-            position = 0
-            for name in names:
-                position = position * mesh.shape[name] + places[name]
-            origin.append(position * length)
+        """Returns the index in the leaf of the device's first element; on the host."""
+        origin = [0] * len(leaf.shape)
+        if leaf.sharding is not None:
+            mesh = leaf.sharding.mesh
+            places = dict(zip(mesh.axis_names, self.device.tolist(), strict=True))
+            for dimension, entry in enumerate(leaf.sharding.spec):
+                number = 0
+                for name in entry if isinstance(entry, tuple) else (entry,):
+                    if isinstance(name, str):
+                        number = number * mesh.shape[name] + places[name]
+                origin[dimension] = number * leaf.shard_shape[dimension]
         return tuple(origin)
 
     def inputs(self, leaf: LeafCall) -> LeafInputs:
-        return LeafInputs(
-            tuple(self.scalars[place] for place in leaf.scalars), leaf.inputs
-        )
+        scalars = tuple(self.scalars[place] for place in leaf.scalar_places)
+        return LeafInputs(scalars, leaf.inputs)
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -235,98 +215,88 @@ class HostResult(NamedTuple):
     """The results that a call of the host fills.
 
     Attributes:
-      arrays: for each leaf an array of its shape, or None, as for a kept leaf: the fp32
-        update or the new 16-bit params; in `init` its error feedback.
-      statuses: int32, one for each leaf.
+      arrays: for each leaf the fp32 update or the new 16-bit params, in `init` the
+        error feedback; None for a kept leaf.
+      statuses: int32, one for each leaf, in one array: a slice for each would take
+        XLA long to compile.
     """
 
     arrays: tuple[Any, ...]
     statuses: Any
 
 
-class LeafResult(NamedTuple):
-    """The results of a call for one leaf.
-
-    Attributes:
-      feedback: the new error feedback; None without.
-    """
-
-    array: Any
-    feedback: Any
-
+SentCall: TypeAlias = tuple[HostResult, list[Any]]
+"""The results of a call, and the new error feedback of its leaves."""
 
 CompressCall: TypeAlias = Callable[[LeafCall], LeafCall]
 """Compresses a leaf's call on the JAX device with the gradient, or with its shard."""
 
 
-def send(
+def send_call(
     host: HostCallback,
     call: HostCall,
     dtypes: Sequence[Any],
     compress: CompressCall | None = None,
     *,
     shares: bool = True,
-) -> tuple[list[LeafResult], jax.Array]:
+) -> SentCall:
     """Calls the host with leaves, shard by shard; traceable.
 
     Args:
       call: whole leaves, all sharded over the same axes.
       dtypes: the dtype of each leaf's result; None for no result.
-      shares: whether the devices of a mesh share the results, in a collective.
+      shares: as for `call_owner`.
 
     Returns:
-      The result of each leaf, whose arrays are sharded like it; and its status, int32,
-      the greatest of all shards. A slice for each leaf would take XLA long to compile.
+      Arrays sharded like their leaves, and the greatest status of all shards.
     """
     arrays = tuple(
-        None if dtype is None else jax.ShapeDtypeStruct(leaf.part_shape, dtype)
+        None if dtype is None else jax.ShapeDtypeStruct(leaf.shard_shape, dtype)
         for leaf, dtype in zip(call.leaves, dtypes, strict=True)
     )
     statuses = jax.ShapeDtypeStruct((len(call.leaves),), np.int32)
     avals = HostResult(arrays, statuses)
-    first = call.leaves[0]
-    mesh = None if first.sharding is None else first.sharding.mesh
+    sharding = call.leaves[0].sharding
+    mesh = None if sharding is None else sharding.mesh
 
-    def on_device(call: HostCall) -> tuple[HostResult, list[Any]]:
+    def on_device(call: HostCall) -> SentCall:
         leaves = tuple(map(compress, call.leaves)) if compress else call.leaves
         feedback = [leaf.feedback for leaf in leaves]
         call = call._replace(leaves=leaves)
         if mesh is None:
-            return call_host(host, avals, call, is_local=False), feedback
+            return call_host(host, call, avals, is_local=False), feedback
         places = [lax.axis_index(name) for name in mesh.axis_names]
         call = call._replace(device=jnp.stack(places).astype(jnp.int32))
-        found = call_owner(host, avals, call, mesh, first.unused_axes, shares=shares)
+        axes = unused_axes(sharding)
+        result = call_owner(host, call, avals, mesh, axes, shares=shares)
         if shares:
-            greatest = lax.pmax(found.statuses, mesh.axis_names)
-            found = found._replace(statuses=greatest)
-        return found, feedback
+            greatest = lax.pmax(result.statuses, mesh.axis_names)
+            result = result._replace(statuses=greatest)
+        return result, feedback
 
     if mesh is None:
-        found, feedback = on_device(call)
-    else:
-        whole = PartitionSpec()
-        specs = [x.sharding.spec if x.sharding else whole for x in call.leaves]
-        out_specs = HostResult(tuple(specs), whole), specs
-        in_specs = _call_specs(call, specs)
-        found, feedback = on_mesh(mesh, on_device, call, in_specs, out_specs)
-    return list(map(LeafResult, found.arrays, feedback)), found.statuses
+        return on_device(call)
+    replicated = PartitionSpec()
+    specs = [x.sharding.spec if x.sharding else replicated for x in call.leaves]
+    out_specs = HostResult(tuple(specs), replicated), specs
+    return on_mesh(mesh, on_device, call, _call_specs(call, specs), out_specs)
 
 
 def _call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
-    """Returns the sharding of each array of a call, as a prefix of its tree."""
-    whole = PartitionSpec()
+    """Returns the specs of a call's arrays, as a prefix of its tree."""
+    replicated = PartitionSpec()
     sharded = [f.name for f in fields(LeafCall) if f.name not in _STATIC]
     leaves = [
-        replace(leaf, **{n: whole if n in _REPLICATED else spec for n in sharded})
+        replace(leaf, **{n: replicated if n in _REPLICATED else spec for n in sharded})
         for leaf, spec in zip(call.leaves, specs, strict=True)
     ]
-    return HostCall(tuple(leaves), whole, whole, whole, whole)
+    return HostCall(tuple(leaves), *[replicated] * 4)
 
 
 # --- the leaves of a call ------------------------------------------------------------
 
 SHARED_CALL_BYTES = 1 << 20
-"""A leaf that is shorter, on each JAX device, shares a call."""
+"""A leaf that is shorter, on each JAX device, shares a call with others."""
 
 GROUP_BYTES = 8 << 20
 """No call brings more small leaves than this."""
@@ -345,21 +315,47 @@ def group_leaves(leaves: Sequence[LeafCall]) -> list[list[int]]:
         calls:       └─────────── one ────────┘  and each long leaf by itself
     """
     groups: list[list[int]] = []
-    filling: dict[frozenset[str], tuple[list[int], int, int]] = {}
-    arrived = 0
+    open_groups: dict[frozenset[str], tuple[list[int], int, int]] = {}
+    arrived_bytes = 0
     for leaf in reversed(leaves):
-        num_bytes, kind = 4 * math.prod(leaf.part_shape), frozenset(leaf.unused_axes)
-        group, held, began = filling.get(kind, ([], 0, arrived))
+        num_bytes = 4 * math.prod(leaf.shard_shape)
+        axes = frozenset(unused_axes(leaf.sharding))
+        group, group_bytes, start = open_groups.get(axes, ([], 0, arrived_bytes))
         fits = (
-            held + num_bytes <= GROUP_BYTES
-            and arrived + num_bytes - began <= SPAN_BYTES
+            group_bytes + num_bytes <= GROUP_BYTES
+            and arrived_bytes + num_bytes - start <= SPAN_BYTES
         )
         if num_bytes >= SHARED_CALL_BYTES or not fits:
-            group, held, began = [], 0, arrived
+            group, group_bytes, start = [], 0, arrived_bytes
         if num_bytes < SHARED_CALL_BYTES:
-            filling[kind] = group, held + num_bytes, began
+            open_groups[axes] = group, group_bytes + num_bytes, start
         if not group:
             groups.append(group)
         group.append(leaf.number)
-        arrived += num_bytes
+        arrived_bytes += num_bytes
     return groups
+
+
+def send_leaves(
+    host: HostCallback,
+    leaves: Sequence[LeafCall],
+    dtypes: Sequence[Any],
+    inputs: Sequence[LeafInputs] = (),
+    *,
+    step: jax.Array | None = None,
+    after: jax.Array | None = None,
+    shares: bool = True,
+) -> tuple[list[Any], list[jax.Array]]:
+    """Calls the host with all leaves, small ones together; see `send_call`.
+
+    Returns the array of each leaf, and the statuses of each call.
+    """
+    inputs = inputs or [LeafInputs()] * len(leaves)
+    arrays, statuses = dict[int, Any](), []
+    for group in group_leaves(leaves):
+        members = [leaves[n] for n in group], [inputs[n] for n in group]
+        call = HostCall.of(*members, step, after)
+        result, _ = send_call(host, call, [dtypes[n] for n in group], shares=shares)
+        arrays |= dict(zip(group, result.arrays, strict=True))
+        statuses.append(result.statuses)
+    return [arrays[number] for number in range(len(leaves))], statuses

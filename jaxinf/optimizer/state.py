@@ -23,18 +23,17 @@ from jaxinf.typing import PyTree
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Stored:
+class StoredNode:
     """A stored array's node in the state that JAX sees: a tree without leaves.
 
     Attributes:
       leaf: the name of the params' leaf, its keys joined by ``/``.
-      state: the name of the state, such as ``mu``.
-      shape: the array's shape.
+      slot: the array's name among those of the leaf, such as ``mu``.
       dtype: the array's dtype in optax; the store may keep it in fewer bits.
     """
 
     leaf: str
-    state: str
+    slot: str
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -42,17 +41,17 @@ class Stored:
 class StoredArray:
     """A stored array as attributes of the state show it: it has no values.
 
-    Optax, NumPy and JAX, which want values, get the error that says how to read it, and
-    so does ``jax.tree.map``. Optax's functions that look for other state pass over it,
-    as it has no leaves.
+    Optax, NumPy, JAX and ``jax.tree.map``, which want values, get the error that says
+    how to read it. Optax's functions that look for other state pass over it, as it has
+    no leaves.
     """
 
-    def __init__(self, node: Stored) -> None:
+    def __init__(self, node: StoredNode) -> None:
         self._node = node
         self.shape, self.dtype = node.shape, node.dtype
 
     def __repr__(self) -> str:
-        return f"StoredArray({self._node.state} of {self._node.leaf})"
+        return f"StoredArray({self._node.slot} of {self._node.leaf})"
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _NoAttribute(self._refusal if name.isalpha() else name)
@@ -62,7 +61,7 @@ class StoredArray:
 
     __hash__ = object.__hash__
 
-    @property  # JAX gets it before it looks at the value
+    @property  # JAX asks for it before it looks at the value
     def __jax_array__(self) -> NoReturn:
         raise StoreError(self._refusal)
 
@@ -73,26 +72,26 @@ class StoredArray:
     def _refusal(self) -> str:
         node = self._node
         return (
-            f"{node.state} of leaf {node.leaf} is in the store, not in JAX, which "
+            f"{node.slot} of leaf {node.leaf} is in the store, not in JAX, which "
             "cannot compute with it. Outside of jit take the whole state of optax, "
             "store.state(like=plain.init(params)) with the optimizer that smart_update "
-            f"was given, or store.read({node.state!r}, {node.leaf!r}); in jit compute "
+            f"was given, or store.read({node.slot!r}, {node.leaf!r}); in jit compute "
             "with the gradients instead"
         )
 
 
-def _refuse_values(node: Stored, _: Any) -> NoReturn:
+def _refuse_values(node: StoredNode, _: Any) -> NoReturn:
     raise StoreError(StoredArray(node)._refusal)
 
 
-# JAX makes trees anew where it has computed with their leaves.
+# JAX unflattens a tree where it has computed with the leaves.
 jax.tree_util.register_pytree_node(
     StoredArray, lambda array: ((), array._node), _refuse_values
 )
 
 
 class _NoAttribute(StoreError, AttributeError):
-    """The refusal of a stored array where its attributes are asked for."""
+    """The refusal to give an attribute of a stored array."""
 
 
 class _Fields(NamedTuple):
@@ -123,7 +122,7 @@ class SmartUpdateState(_Fields):
         optimizer: PyTree,
         error_feedback: PyTree = (),
     ) -> "SmartUpdateState":
-        fields = step, skipped_steps, _hidden(optimizer), error_feedback
+        fields = step, skipped_steps, _with_nodes(optimizer), error_feedback
         return tuple.__new__(cls, fields)
 
     @classmethod
@@ -132,12 +131,12 @@ class SmartUpdateState(_Fields):
 
     @property
     def optimizer(self) -> PyTree:  # pyright: ignore
-        return _shown(self[2])
+        return _with_arrays(self[2])
 
     def __getattr__(self, name: str) -> Any:
         # Not for protocols, which would take the state for what the optimizer's is.
         if not name.startswith("_") and hasattr(self[2], name):
-            return _shown(getattr(self[2], name))
+            return _with_arrays(getattr(self[2], name))
         raise AttributeError(
             f"neither {type(self).__name__} nor the {type(self[2]).__name__} in "
             f"it has the attribute {name!r}; optax.tree_utils.tree_get(state, {name!r})"
@@ -145,8 +144,8 @@ class SmartUpdateState(_Fields):
         )
 
 
-def _check() -> None:
-    """Raises an exception of a callback that must not raise.
+def _raise_kept_exception() -> None:
+    """Raises the exception of a callback that must not raise.
 
     With several JAX devices it is a failure of the store, on one an interrupt.
     """
@@ -154,38 +153,46 @@ def _check() -> None:
     raise_announced()
 
 
-compat.register_checked(SmartUpdateState, _check)
+compat.register_with_check(SmartUpdateState, _raise_kept_exception)
 
 
-def in_jax(state: SmartUpdateState) -> PyTree:
+def scalar_tree(state: SmartUpdateState) -> PyTree:
     """Returns optax's state as JAX sees it, whose leaves are the scalar state."""
     return state[2]
 
 
-def first_state(
-    program: InitProgram,
-    initial: Sequence[jax.Array],
-    held: Sequence[Any],
-    feedback: PyTree,
-) -> SmartUpdateState:
-    """Makes the state that `init` returns.
+class InitResult(NamedTuple):
+    """What `init` computes and reads.
 
-    Args:
-      initial: initial scalar state, for the types.
+    Attributes:
+      initial: the optimizer's first scalar state.
+      stored: step, skipped steps and scalar state of the store's last step.
+      feedback: the error feedback of each leaf; may be empty.
     """
+
+    initial: Sequence[jax.Array]
+    stored: Sequence[Any]
+    feedback: Sequence[jax.Array]
+
+
+def first_state(
+    program: InitProgram, result: InitResult, feedback: PyTree
+) -> SmartUpdateState:
+    """Makes the state that `init` returns; `feedback` is that of `result` as a tree."""
     compat.register_with_flax(StoredArray)
-    step, skipped, *scalars = held
     layout = program.layout
     leaves: list[Any] = [None] * layout.treedef.num_leaves
     for leaf in program.leaves:
         name, shape = leaf_name(leaf.info.path), leaf.info.shape
         for slot in leaf.slots:
-            leaves[slot.state_index] = Stored(name, slot.name, shape, slot.dtype)
-    for index, value, like in zip(layout.scalar_indices, scalars, initial, strict=True):
+            leaves[slot.state_index] = StoredNode(name, slot.name, shape, slot.dtype)
+    step, skipped_steps, *scalars = result.stored
+    triples = zip(layout.scalar_indices, scalars, result.initial, strict=True)
+    for index, value, like in triples:
         leaves[index] = jnp.asarray(typed_like(value, like), like.dtype)
     return SmartUpdateState(
         jnp.asarray(step, jnp.int32),
-        jnp.asarray(skipped, jnp.int32),
+        jnp.asarray(skipped_steps, jnp.int32),
         jax.tree.unflatten(layout.treedef, leaves),
         feedback,
     )
@@ -194,32 +201,35 @@ def first_state(
 def next_state(
     state: SmartUpdateState,
     verdict: jax.Array,
-    old: Sequence[jax.Array],
-    new: Sequence[jax.Array],
+    *,
+    scalars: Sequence[jax.Array],
+    feedback: Sequence[jax.Array],
 ) -> SmartUpdateState:
     """Makes the state after a step.
 
     Args:
-      old: leaves of the optimizer's state, then of the error feedback.
-      new: the same leaves for a committed step.
+      scalars, feedback: the leaves of a committed step.
     """
     is_committed = verdict == COMMITTED
-    kept = [jnp.where(is_committed, n, o) for n, o in zip(new, old, strict=True)]
-    optimizer = jax.tree.structure(in_jax(state))
-    num = optimizer.num_leaves
+
+    def committed(tree: PyTree, new: Sequence[jax.Array]) -> PyTree:
+        old, treedef = jax.tree.flatten(tree)
+        pairs = zip(new, old, strict=True)
+        return treedef.unflatten([jnp.where(is_committed, n, o) for n, o in pairs])
+
     return SmartUpdateState(
         state.step + is_committed.astype(jnp.int32),
         state.skipped_steps + (verdict == SKIPPED).astype(jnp.int32),
-        optimizer.unflatten(kept[:num]),
-        jax.tree.structure(state.error_feedback).unflatten(kept[num:]),
+        committed(scalar_tree(state), scalars),
+        committed(state.error_feedback, feedback),
     )
 
 
 def check_state(
     state: SmartUpdateState, description: StoreDescription, *, num_feedback: int
 ) -> None:
-    """Refuses the state of another optimizer, and other numbers of feedback."""
-    parts = in_jax(state), state.error_feedback
+    """Refuses another optimizer's state, and error feedback of another number."""
+    parts = scalar_tree(state), state.error_feedback
     found = tuple(len(jax.tree.leaves(part)) for part in parts)
     expected = len(description.scalar_paths), num_feedback
     if found != expected:
@@ -231,25 +241,25 @@ def check_state(
         )
 
 
-def _shown(tree: PyTree) -> PyTree:
-    """Returns a tree that refuses to compute with stored arrays.
+def _with_arrays(tree: PyTree) -> PyTree:
+    """Puts a `StoredArray` in the place of each node.
 
-    Dicts of other state are not copied: hyperparameters are set in them.
+    Dicts without nodes are not copied: hyperparameters are set in them.
     """
 
     def stays(node: Any) -> bool:
-        is_other = isinstance(node, dict) and _first_stored(node) is None
-        return is_other or isinstance(node, Stored)
+        has_no_nodes = isinstance(node, dict) and _first_stored(node) is None
+        return has_no_nodes or isinstance(node, StoredNode)
 
     return jax.tree.map(
-        lambda node: StoredArray(node) if isinstance(node, Stored) else node,
+        lambda node: StoredArray(node) if isinstance(node, StoredNode) else node,
         tree,
         is_leaf=stays,
     )
 
 
-def _hidden(tree: PyTree) -> PyTree:
-    """Reverses `_shown`."""
+def _with_nodes(tree: PyTree) -> PyTree:
+    """Reverses `_with_arrays`."""
     if not isinstance(_first_stored(tree), StoredArray):
         return tree
     return jax.tree.map(
@@ -259,8 +269,7 @@ def _hidden(tree: PyTree) -> PyTree:
     )
 
 
-def _first_stored(tree: PyTree) -> Stored | StoredArray | None:
-    """Returns one of a tree's stored arrays."""
-    kinds = Stored, StoredArray
+def _first_stored(tree: PyTree) -> StoredNode | StoredArray | None:
+    kinds = StoredNode, StoredArray
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
     return next((node for node in nodes if isinstance(node, kinds)), None)

@@ -3,9 +3,9 @@
 Invariant: the pair of functions has no state of a run; the store has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
@@ -25,7 +25,7 @@ from jaxinf.optimizer.host_side import HostFunctions
 from jaxinf.optimizer.init import init_state
 from jaxinf.optimizer.leaf_call import on_one_mesh
 from jaxinf.optimizer.state import SmartUpdateState
-from jaxinf.optimizer.update import run_update
+from jaxinf.optimizer.update import UpdateArguments, run_update
 from jaxinf.optimizer.wrapped import OffloadedOptimizer, OnExisting, UpdateDtype, align
 from jaxinf.program import Average, NonFinitePolicy, with_average
 from jaxinf.terminal import check_choice
@@ -96,84 +96,100 @@ def smart_update(
     check_choice("nonfinite", nonfinite, NonFinitePolicy)
     check_choice("on_existing", on_existing, OnExisting)
     check_choice("updates", updates, UpdateDtype)
-    owned = store if isinstance(store, Store) else open_store(store)
-    check_compression(compress, engine_of(owned).options)
+    store = store if isinstance(store, Store) else open_store(store)
+    check_compression(compress, engine_of(store).options)
     wrapped = OffloadedOptimizer(
         with_average(tx, average),
-        HostFunctions(owned, nonfinite),
-        compress,
-        on_one_mesh(jax.tree.leaves(shardings)),
-        dict(extra_args or {}),
-        on_existing,
-        updates,
-        average,
+        HostFunctions(store, nonfinite),
+        compression=compress,
+        given_shardings=on_one_mesh(jax.tree.leaves(shardings)),
+        example_args=dict(extra_args or {}),
+        on_existing=on_existing,
+        updates=updates,
+        average=average,
     )
     return optax.GradientTransformationExtraArgs(
         partial(init_state, wrapped), _update_function(wrapped)
     )
 
 
+_Updated: TypeAlias = tuple[PyTree, SmartUpdateState]
+
+
 def _update_function(wrapped: OffloadedOptimizer) -> Any:
-    """`update`, traced into the caller's computation or jitted by itself."""
+    """Makes `update`, which is traced into the caller's computation, or jitted."""
 
     def traced(
-        arrays: tuple[PyTree, SmartUpdateState, PyTree],
-        dynamic: Mapping[str, Any],
-        carry: PyTree,
-        static: tuple[tuple[str, Any], ...],
+        arguments: UpdateArguments,
+        callables: tuple[tuple[str, Any], ...],
         shardings: tuple[NamedSharding, ...],
-    ) -> tuple[PyTree, SmartUpdateState]:
-        extra_args = {**dynamic, **dict(static)}
-        return run_update(wrapped, *arrays, extra_args, shardings, carry)
+    ) -> _Updated:
+        extra_args = {**arguments.extra_args, **dict(callables)}
+        return run_update(wrapped, arguments._replace(extra_args=extra_args), shardings)
 
-    jitted = jax.jit(traced, static_argnums=(3, 4))
+    jitted = jax.jit(traced, static_argnums=(1, 2))
 
     def update(
         updates: PyTree,
-        state: optax.OptState,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         carry: PyTree = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, SmartUpdateState]:
-        if not isinstance(state, SmartUpdateState):
-            raise TypeError(
-                "update: expected the SmartUpdateState that init gives, found "
-                f"{type(state).__name__}; make it with state = tx.init(params). A "
-                "state of plain optax becomes the store's: tx.init(params), store.load("
-                "params, opt_state, step=…), state = tx.init(params) "
-                "(docs/checkpoints.md)"
-            )
-        if params is None:
-            raise ValueError(
-                f"{wrapped.host.store.path}: update: expected the params, as each step "
-                "compares them with the store's, found none; give them: "
-                "tx.update(grads, state, params)"
-            )
-        check_device_configuration()
-        wrapped.check()
+    ) -> _Updated:
+        _check_arguments(wrapped, state, params)
         gradients, trained, put_back = align(updates, params)
-        arrays, shardings = (gradients, state, trained), wrapped.shardings
-        everything = jax.tree.leaves((arrays, extra_args, carry))
-        if any(isinstance(value, compat.Tracer) for value in everything):
-            made, state = traced(arrays, extra_args, carry, (), shardings)
+        arguments = UpdateArguments(gradients, state, trained, extra_args, carry)
+        leaves = jax.tree.leaves(arguments)
+        if any(isinstance(leaf, compat.Tracer) for leaf in leaves):
+            updates, state = traced(arguments, (), wrapped.shardings)
         else:
             carried_leaves(carry)  # names the leaf that JAX would not take
-            dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
-            static = tuple((k, v) for k, v in extra_args.items() if callable(v))
-            made, state = run(arrays, dynamic, carry, static, shardings)
-        return put_back(made), state
-
-    def run(*arguments: Any) -> tuple[PyTree, SmartUpdateState]:
-        try:
-            result = jax.block_until_ready(jitted(*arguments))
-        except jax.errors.JaxRuntimeError as error:
-            of_jax = error
-        else:
-            wrapped.check()
-            return result
-        # Not while JAX's is handled, or Python would print both.
-        wrapped.host.store.check()
-        raise of_jax
+            updates, state = _run_jitted(wrapped, jitted, arguments)
+        return put_back(updates), state
 
     return update
+
+
+def _check_arguments(
+    wrapped: OffloadedOptimizer, state: PyTree, params: PyTree | None
+) -> None:
+    """Refuses another optimizer's state, no params, and a store that has failed."""
+    if not isinstance(state, SmartUpdateState):
+        raise TypeError(
+            "update: expected the SmartUpdateState that init gives, found "
+            f"{type(state).__name__}; make it with state = tx.init(params). A "
+            "state of plain optax becomes the store's: tx.init(params), store.load("
+            "params, opt_state, step=…), state = tx.init(params) "
+            "(docs/checkpoints.md)"
+        )
+    if params is None:
+        raise ValueError(
+            f"{wrapped.host.store.path}: update: expected the params, as each step "
+            "compares them with the store's, found none; give them: "
+            "tx.update(grads, state, params)"
+        )
+    check_device_configuration()
+    wrapped.check()
+
+
+def _run_jitted(
+    wrapped: OffloadedOptimizer,
+    jitted: Callable[..., _Updated],
+    arguments: UpdateArguments,
+) -> _Updated:
+    """Runs an update by itself; blocks, and raises a failure of the store as it is."""
+    extra_args = arguments.extra_args
+    arrays = {k: v for k, v in extra_args.items() if not callable(v)}
+    callables = tuple((k, v) for k, v in extra_args.items() if callable(v))
+    arguments = arguments._replace(extra_args=arrays)
+    try:
+        result = jax.block_until_ready(jitted(arguments, callables, wrapped.shardings))
+    except jax.errors.JaxRuntimeError as error:
+        jax_error = error
+    else:
+        wrapped.check()
+        return result
+    # Not while JAX's is handled, or Python would print both.
+    wrapped.host.store.check()
+    raise jax_error

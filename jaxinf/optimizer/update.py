@@ -1,29 +1,24 @@
 """The transformation's `update`: one step of the store.
 
-    prologue (jitted JAX): scalars ─┐
-    gradient leaf ──────────────────┼─► host callback ─► CSD: read ► update ► write
-    update u, or new 16-bit params ◄┘          all leaves ─► one commit
-
-The calls have one of two forms, with the same bits. One that waits for its update would
-keep an accelerator's later kernels from being enqueued. There it only takes the
-gradient, and the result is fetched after the last gradient.
+The calls have one of two forms, with the same bits. A call that waits for its update
+would keep an accelerator's later kernels from being enqueued. There it only takes the
+gradient, and another call fetches the result after the last gradient.
 
     at once, on CPUs:      gradient ─► update ───────────────────────────► result
     in two, elsewhere:     gradient ─► start ─► token ┐
                                                 all tokens ─► finish ─► result
 
 Invariant: the store advances by exactly one step for each update that is not refused;
-  no leaf is updated before all params have been compared with the store, if they must
-  be, and the step is committed after the last. The returned update is the value that
-  was added to the master params. For 16-bit params it is the difference to those that
-  are really on the JAX device, so that what one update does not reach, the next one
-  does.
+no leaf is updated before all params have been compared with the store, if they must be,
+and the step is committed after the last. The returned update is the value that was
+added to the master params. For 16-bit params it is the difference to the params that
+are really on the JAX device, so that what one update does not reach, the next one does.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,115 +39,93 @@ from jaxinf.engine import (
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import (
     FAILED,
-    Host,
     HostCallback,
     call_once,
     call_together,
     shares_memory,
 )
-from jaxinf.optimizer.host_side import COMMITTED, UNBOUND
+from jaxinf.optimizer.host_side import COMMITTED, UNBOUND, Comparison, StepEnd
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
     HOLD_NON_FINITE,
     HostCall,
+    HostResult,
     LeafCall,
-    LeafResult,
+    SentCall,
     first_elements,
     group_leaves,
     mesh_of,
-    send,
+    send_call,
+    send_leaves,
     traced_shardings,
 )
-from jaxinf.optimizer.state import SmartUpdateState, check_state, in_jax, next_state
-from jaxinf.optimizer.wrapped import OffloadedOptimizer, entering
-from jaxinf.program import LeafInputs, StateSlot, key_data
+from jaxinf.optimizer.state import (
+    SmartUpdateState,
+    check_state,
+    next_state,
+    scalar_tree,
+)
+from jaxinf.optimizer.wrapped import OffloadedOptimizer, guard_arrays
+from jaxinf.program import LeafInputs, StateSlot, UpdateProgram, key_data
 from jaxinf.store import LeafRecord
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
-_Sent: TypeAlias = tuple[list[LeafResult], jax.Array]
-"""The results of a call for each leaf, and the leaves' statuses."""
+
+class UpdateArguments(NamedTuple):
+    """The arguments of an update, gradients and params lined up by `align`."""
+
+    gradients: PyTree
+    state: SmartUpdateState
+    params: PyTree
+    extra_args: Mapping[str, Any]
+    carry: PyTree
 
 
 def run_update(
     wrapped: OffloadedOptimizer,
-    updates: PyTree,
-    state: SmartUpdateState,
-    params: PyTree,
-    extra_args: Mapping[str, Any],
+    arguments: UpdateArguments,
     shardings: tuple[NamedSharding, ...],
-    carry: PyTree,
 ) -> tuple[PyTree, SmartUpdateState]:
     """Does what `smart_update` says; traceable.
 
     Args:
-      updates: a tree like the params, with None for a leaf that stays as it is.
-      params: the params, all of them trained.
-      shardings: of the params' leaves; empty for one JAX device.
+      shardings: the params' leaves'; empty for one JAX device, or if they are unknown.
     """
-    named = list(carried_leaves(carry).items())
-    updates, state, params, extra_args, named = entering(
-        "update", (updates, state, params, dict(extra_args), named)
-    )
-    carried = dict(named)
-    on_device, treedef = jax.tree.flatten(params)
-    gradients = treedef.flatten_up_to(updates)
-    shardings = shardings or traced_shardings(on_device)
-    init, program = wrapped.trace(params, extra_args)
+    carry = carried_leaves(arguments.carry)
+    arguments = guard_arrays("update", arguments._replace(carry=[*carry.values()]))
+    carry = dict(zip(carry, arguments.carry, strict=True))
+    params, treedef = jax.tree.flatten(arguments.params)
+    gradients = treedef.flatten_up_to(arguments.gradients)
+    state, extra_args = arguments.state, arguments.extra_args
+    shardings = shardings or traced_shardings(params)
+    init, program = wrapped.trace(arguments.params, extra_args)
     description = wrapped.describe(init, program, shardings)
     _check(wrapped, description, shardings, state, gradients)
     path = wrapped.engine.path
-    check_carried(path, carried, description.contents.state_names)
-    old = jax.tree.leaves(in_jax(state))
-    feedback = jax.tree.leaves(state.error_feedback)
-    pairs = zip(gradients, on_device, strict=True)
-    whole = [jnp.zeros_like(p) if g is None else g for g, p in pairs]
-    prologue = partial(program.prologue, whole, on_device, old, extra_args)
+    check_carried(path, carry, description.contents.state_names)
     step = _StepCalls(wrapped, description, shardings, state)
-    bound = step.bind(on_device)
-    leaves = step.leaf_calls(gradients, on_device, feedback)
-    sums: list[jax.Array] = []
-    if (stored := program.prologue_state) is not None:
-        assert stored.counter is not None, "smart_update reads sums only"
-        before, _ = prologue(prologue_state=list(map(jnp.zeros_like, on_device)))
-        is_due = before[stored.counter] == 0
-        sums, bound = step.read_slots(stored.slots, leaves, is_due, bound)
-    new, inputs = prologue(prologue_state=sums)
-    unused = LeafInputs((), ())  # by a leaf without a gradient
-    pairs = zip(gradients, inputs, strict=True)
-    inputs = [unused if gradient is None else own for gradient, own in pairs]
+    ready = step.bind(params)
+    leaves = step.leaf_calls(gradients, params)
+    scalars, inputs, ready = step.run_prologue(
+        program, leaves, params, extra_args, ready
+    )
     calls = [
         HostCall.of(
-            [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
+            [leaves[n] for n in group], [inputs[n] for n in group], state.step, ready
         )
         for group in group_leaves(leaves)
     ]
-    results, statuses = step.run(calls)
+    result, feedback = step.update(calls)
     changes = [
-        change(one.array, p, wrapped.update_dtype(g, p))
-        for one, p, g in zip(results, on_device, gradients, strict=True)
+        change(array, p, wrapped.update_dtype(g, p))
+        for array, p, g in zip(result.arrays, params, gradients, strict=True)
     ]
-    inexact = {n: own for n, (_, own) in enumerate(changes) if own is not None}
-    # XLA schedules the calls in this order, that of the tree.
-    order = [leaf.number for call in reversed(calls) for leaf in call.leaves]
-    how = {"order": order, "measured": list(inexact), "paths": tuple(carried)}
-    how["kept"] = [n for n, gradient in enumerate(gradients) if gradient is None]
-    verdict = call_once(
-        step.guarded(wrapped.host.commit, is_last=True, **how),
-        mesh_of(shardings),
-        (
-            state.step,
-            state.skipped_steps,
-            statuses,
-            jnp.array(list(inexact.values()), jnp.float32),
-            [key_data(scalar) for scalar in new],
-            list(carried.values()),
-        ),
-        jax.ShapeDtypeStruct((), np.int32),
-    )
-    left = [one.feedback for one in results][: len(feedback)]
+    differences = [difference for _, difference in changes]
+    verdict = step.commit(calls, result.statuses, differences, scalars, carry)
     updates = treedef.unflatten(_applied(verdict, [update for update, _ in changes]))
-    return updates, next_state(state, verdict, [*old, *feedback], [*new, *left])
+    feedback = feedback if wrapped.has_feedback else []
+    return updates, next_state(state, verdict, scalars=scalars, feedback=feedback)
 
 
 @dataclass(frozen=True)
@@ -169,131 +142,150 @@ class _StepCalls:
     shardings: tuple[NamedSharding, ...]
     state: SmartUpdateState
 
+    # --- in the order of a step ----------------------------------------------------
+
+    def bind(self, params: Sequence[jax.Array]) -> jax.Array:
+        """Compares params with the store, unless the state is the last step's.
+
+        Then this is one call without arrays. No collective comes before the
+        comparison has ended, which takes as long as to read all params. Returns an
+        int32 that is ready when leaves may be updated.
+        """
+        host, mesh = self.wrapped.host, mesh_of(self.shardings)
+        verdict = jax.ShapeDtypeStruct((), np.int32)
+        waits = mesh is not None
+        must_bind = host.guarded(host.must_bind, self.description, waits=waits)
+        is_unbound = call_together(must_bind, self.state.step, verdict, mesh)
+
+        def compare() -> jax.Array:
+            leaves = [replace(self._leaf(n), params=p) for n, p in enumerate(params)]
+            guarded, dtypes = host.guarded(host.compare), [None] * len(leaves)
+            _, statuses = send_leaves(guarded, leaves, dtypes, shares=False)
+            statuses = jnp.concatenate([is_unbound[None], *statuses])
+            differing = [jnp.zeros(0, jnp.int32)]
+            if mesh is not None and jax.process_count() > 1:
+                pairs = zip(params, self.shardings, strict=True)
+                differing += [replicas_differ(*p).astype(np.int32)[None] for p in pairs]
+            differing = jnp.concatenate(differing)
+            comparison = Comparison(self.state.step, statuses, differing)
+            bind = host.guarded(host.bind, self.description)
+            return call_together(bind, comparison, verdict, mesh)
+
+        return lax.cond(is_unbound == UNBOUND, compare, lambda: is_unbound)
+
     def leaf_calls(
-        self,
-        gradients: Sequence[jax.Array | None],
-        params: Sequence[jax.Array],
-        feedback: Sequence[jax.Array],
+        self, gradients: Sequence[jax.Array | None], params: Sequence[jax.Array]
     ) -> list[LeafCall]:
         """Makes the call of each leaf, before any compression."""
+        feedback = jax.tree.leaves(self.state.error_feedback)
         calls = []
         for number, (gradient, gate) in enumerate(
             zip(gradients, self._gates(gradients), strict=True)
         ):
             call = replace(
-                self._named(number),
+                self._leaf(number),
                 gradient=gradient,
                 is_kept=gradient is None,
                 feedback=feedback[number] if feedback else None,
                 gate=gate,
             )
             if gradient is not None:
-                known = params[number]
-                if self._hands_over(known):
-                    call = replace(call, params=known)
+                if self._hands_over(params[number]):
+                    call = replace(call, params=params[number])
                 elif not self.shardings:
-                    call = replace(call, probe=first_elements(known))
+                    call = replace(call, probe=first_elements(params[number]))
             calls.append(call)
         return calls
 
-    def bind(self, params: Sequence[jax.Array]) -> jax.Array:
-        """Compares params with the store, unless the state is the last step's.
-
-        Then this is one call without arrays. No collective comes before the
-        comparison has ended, which takes as long as to read all params.
-
-        Returns:
-          int32, ready when leaves may be updated.
-        """
-        host, mesh = self.wrapped.host, mesh_of(self.shardings)
-        result = jax.ShapeDtypeStruct((), np.int32)
-        must_bind = self.guarded(host.must_bind, waits=mesh is not None)
-        found = call_together(must_bind, mesh, self.state.step, result)
-
-        def compared() -> jax.Array:
-            leaves = [replace(self._named(n), params=p) for n, p in enumerate(params)]
-            statuses, compare = [found[None]], host.guarded(host.compare)
-            for group in group_leaves(leaves):
-                call = HostCall(tuple(leaves[n] for n in group))
-                _, own = send(compare, call, [None] * len(group), shares=False)
-                statuses.append(own)
-            differing = [jnp.zeros(0, jnp.int32)]
-            if mesh is not None and jax.process_count() > 1:
-                pairs = zip(params, self.shardings, strict=True)
-                differing += [replicas_differ(*p).astype(np.int32)[None] for p in pairs]
-            bind = self.guarded(host.bind)
-            given = jnp.concatenate(statuses), jnp.concatenate(differing)
-            return call_together(bind, mesh, (self.state.step, *given), result)
-
-        return lax.cond(found == UNBOUND, compared, lambda: found)
-
-    def read_slots(
+    def run_prologue(
         self,
-        slots: Sequence[StateSlot],
+        program: UpdateProgram,
         leaves: Sequence[LeafCall],
-        is_due: jax.Array,
-        bound: jax.Array,
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Reads a slot of each leaf before any update, if it is due.
+        params: Sequence[jax.Array],
+        extra_args: Mapping[str, Any],
+        ready: jax.Array,
+    ) -> tuple[list[jax.Array], list[LeafInputs], jax.Array]:
+        """Computes the prologue, after the slots that it needs are read.
 
-        Returns:
-          The values, or zeros, and the int32 for which updates are to wait.
+        Returns the new scalar state, the kernels' inputs, and the int32 for which
+        updates are to wait.
         """
-        host = self.wrapped.host
-        guarded = host.guarded(partial(host.read_slots, [slot.name for slot in slots]))
+        pairs = zip(leaves, params, strict=True)
+        gradients = [jnp.zeros_like(p) if x.is_kept else x.gradient for x, p in pairs]
+        scalars = jax.tree.leaves(scalar_tree(self.state))
+        prologue = partial(program.prologue, gradients, params, scalars, extra_args)
+        arrays: list[jax.Array] = []
+        if (stored := program.prologue_state) is not None:
+            assert stored.counter is not None, "smart_update reads sums only"
+            new_scalars, _ = prologue(slots=list(map(jnp.zeros_like, params)))
+            is_due = new_scalars[stored.counter] == 0
+            slots = [slot for _, slot in stored.slots]
+            arrays, ready = self._read_slots(slots, leaves, is_due, ready)
+        new_scalars, inputs = prologue(slots=arrays)
+        pairs = zip(leaves, inputs, strict=True)
+        inputs = [LeafInputs() if leaf.is_kept else own for leaf, own in pairs]
+        return new_scalars, inputs, ready
 
-        def read() -> tuple[list[jax.Array], jax.Array]:
-            found, statuses = dict[int, LeafResult](), [bound[None]]
-            for group in group_leaves(leaves):
-                names = tuple(self._named(n) for n in group)
-                call = HostCall(names, step=self.state.step, after=bound)
-                results, own = send(guarded, call, [slots[n].dtype for n in group])
-                found |= dict(zip(group, results, strict=True))
-                statuses.append(own)
-            ordered = [found[number].array for number in range(len(leaves))]
-            return ordered, jnp.max(jnp.concatenate(statuses))
-
-        def skip() -> tuple[list[jax.Array], jax.Array]:
-            return [
-                jnp.zeros(leaf.shape, slot.dtype)
-                if leaf.gradient is None
-                else jnp.zeros_like(leaf.gradient, slot.dtype)
-                for leaf, slot in zip(leaves, slots, strict=True)
-            ], bound
-
-        return lax.cond(is_due, read, skip)
-
-    def run(self, calls: Sequence[HostCall]) -> tuple[list[LeafResult], jax.Array]:
-        """Updates all leaves.
-
-        Returns:
-          Results in the order of the leaves; statuses of the last call first.
-        """
+    def update(self, calls: Sequence[HostCall]) -> SentCall:
+        """Updates all leaves; gives results in their order, the last statuses first."""
         host, waits = self.wrapped.host, shares_memory()
-        update = self.guarded(host.update if waits else host.start)
-        found = [
-            self._send_gradients(update, call, has_results=waits) for call in calls
-        ]
+        function = host.update if waits else host.start
+        update = host.guarded(function, self.description)
+        sent = [self._send_gradients(update, call, has_results=waits) for call in calls]
         if not waits:
-            found = self._fetch(calls, found)
+            sent = self._fetch(calls, sent)
         by_number = {
-            leaf.number: result
-            for call, (results, _) in zip(calls, found, strict=True)
-            for leaf, result in zip(call.leaves, results, strict=True)
+            leaf.number: pair
+            for call, (result, feedback) in zip(calls, sent, strict=True)
+            for leaf, *pair in zip(call.leaves, result.arrays, feedback, strict=True)
         }
-        statuses = jnp.concatenate([own for _, own in reversed(found)])
-        return [by_number[number] for number in range(len(by_number))], statuses
+        statuses = jnp.concatenate([result.statuses for result, _ in reversed(sent)])
+        pairs = [by_number[number] for number in range(len(by_number))]
+        arrays = tuple(array for array, _ in pairs)
+        return HostResult(arrays, statuses), [feedback for _, feedback in pairs]
 
-    def guarded(
-        self, host: Any, *, is_last: bool = False, **options: Any
-    ) -> HostCallback:
-        """Wraps a host function that needs the description for a callback."""
-        function: Host = partial(host, self.description, **options)
-        return self.wrapped.host.guarded(function, is_last=is_last)
+    def commit(
+        self,
+        calls: Sequence[HostCall],
+        statuses: jax.Array,
+        differences: Sequence[jax.Array | None],
+        scalars: Sequence[jax.Array],
+        carry: Mapping[tuple[str, ...], jax.Array],
+    ) -> jax.Array:
+        """Ends the step when all leaves are updated; returns the verdict.
+
+        Args:
+          statuses: the result of `update`.
+          differences: by leaf, the second result of `change`.
+        """
+        # XLA schedules the calls in this order, that of the tree.
+        leaves = [leaf for call in reversed(calls) for leaf in call.leaves]
+        measured = {n: x for n, x in enumerate(differences) if x is not None}
+        host = self.wrapped.host
+        commit = host.guarded(
+            host.commit,
+            self.description,
+            is_last=True,
+            order=[leaf.number for leaf in leaves],
+            measured=list(measured),
+            kept=sorted(leaf.number for leaf in leaves if leaf.is_kept),
+            paths=tuple(carry),
+        )
+        end = StepEnd(
+            self.state.step,
+            self.state.skipped_steps,
+            statuses,
+            jnp.array(list(measured.values()), jnp.float32),
+            [key_data(scalar) for scalar in scalars],
+            list(carry.values()),
+        )
+        verdict = jax.ShapeDtypeStruct((), np.int32)
+        return call_once(commit, end, verdict, mesh_of(self.shardings))
 
     # --- inside --------------------------------------------------------------------
 
-    def _named(self, number: int) -> LeafCall:
+    def _leaf(self, number: int) -> LeafCall:
+        """Returns a leaf's call without data."""
         sharding = self.shardings[number] if self.shardings else None
         return LeafCall(number, self.description.leaves[number].record.shape, sharding)
 
@@ -305,9 +297,38 @@ class _StepCalls:
             for leaf in call.leaves
         ]
 
+    def _read_slots(
+        self,
+        slots: Sequence[StateSlot],
+        leaves: Sequence[LeafCall],
+        is_due: jax.Array,
+        ready: jax.Array,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Reads a slot of each leaf if that is due, else gives zeros."""
+        host = self.wrapped.host
+        guarded = host.guarded(host.read_slots, [slot.name for slot in slots])
+
+        def read() -> tuple[list[jax.Array], jax.Array]:
+            bare = [self._leaf(number) for number in range(len(leaves))]
+            dtypes, step = [slot.dtype for slot in slots], self.state.step
+            arrays, statuses = send_leaves(
+                guarded, bare, dtypes, step=step, after=ready
+            )
+            return arrays, jnp.max(jnp.concatenate([ready[None], *statuses]))
+
+        def skip() -> tuple[list[jax.Array], jax.Array]:
+            return [
+                jnp.zeros(leaf.shape, slot.dtype)
+                if leaf.gradient is None
+                else jnp.zeros_like(leaf.gradient, slot.dtype)
+                for leaf, slot in zip(leaves, slots, strict=True)
+            ], ready
+
+        return lax.cond(is_due, read, skip)
+
     def _send_gradients(
         self, host: HostCallback, call: HostCall, *, has_results: bool
-    ) -> _Sent:
+    ) -> SentCall:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
         # Keeps XLA from fusing the gradients' computation with the selection.
         gradients = [leaf.gradient for leaf in call.leaves]
@@ -317,23 +338,22 @@ class _StepCalls:
         call = call._replace(leaves=tuple(replace(x, gradient=g) for x, g in pairs))
         dtypes = self._dtypes(call) if has_results else [None] * len(call.leaves)
 
-        def dense() -> _Sent:
+        def send_dense() -> SentCall:
             # The old error feedback stays here.
-            without = tuple(replace(leaf, feedback=None) for leaf in call.leaves)
-            results, own = send(host, call._replace(leaves=without), dtypes)
-            pairs = zip(results, call.leaves, strict=True)
-            return [one._replace(feedback=leaf.feedback) for one, leaf in pairs], own
+            dense = tuple(replace(leaf, feedback=None) for leaf in call.leaves)
+            result, _ = send_call(host, call._replace(leaves=dense), dtypes)
+            return result, [leaf.feedback for leaf in call.leaves]
 
-        def compressed() -> _Sent:
-            return send(host, call, dtypes, self._compress)
+        def send_compressed() -> SentCall:
+            return send_call(host, call, dtypes, self._compress)
 
         compression = self.wrapped.compression
         if compression is None:
-            return dense()
+            return send_dense()
         if not compression.warmup_steps:
-            return compressed()
+            return send_compressed()
         is_early = self.state.step < compression.warmup_steps
-        return lax.cond(is_early, dense, compressed)
+        return lax.cond(is_early, send_dense, send_compressed)
 
     @cached_property
     def _records(self) -> tuple[LeafRecord, ...]:
@@ -346,22 +366,21 @@ class _StepCalls:
             return call
         assert compression is not None, "dense gradients are sent as they are"
         grid = LeafGrid(gradient.shape, self._records[call.number].chunk_shape)
-        sent, left = compress_leaf(gradient, grid, compression, call.feedback)
-        return replace(call, gradient=sent, feedback=left)
+        sent, feedback = compress_leaf(gradient, grid, compression, call.feedback)
+        return replace(call, gradient=sent, feedback=feedback)
 
     def _fetch(
-        self, calls: Sequence[HostCall], started: Sequence[_Sent]
-    ) -> list[_Sent]:
-        tokens = jnp.concatenate([own for _, own in started])
-        host, found = self.wrapped.host.guarded(self.wrapped.host.finish), []
-        for call, (sent, _) in zip(calls, started, strict=True):
-            names = tuple(self._named(leaf.number) for leaf in call.leaves)
-            fetch = HostCall(names, after=tokens)
-            results, own = send(host, fetch, self._dtypes(call))
-            pairs = zip(results, sent, strict=True)
-            left = [new._replace(feedback=old.feedback) for new, old in pairs]
-            found.append((left, own))
-        return found
+        self, calls: Sequence[HostCall], started: Sequence[SentCall]
+    ) -> list[SentCall]:
+        host = self.wrapped.host
+        tokens = jnp.concatenate([result.statuses for result, _ in started])
+        guarded, fetched = host.guarded(host.finish), []
+        for call, (_, feedback) in zip(calls, started, strict=True):
+            bare = tuple(self._leaf(leaf.number) for leaf in call.leaves)
+            fetch = HostCall(bare, after=tokens)
+            result, _ = send_call(guarded, fetch, self._dtypes(call))
+            fetched.append((result, feedback))
+        return fetched
 
     def _gates(self, gradients: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Returns whether each leaf may update; see `HostFunctions.waits_for_all`.
@@ -378,10 +397,10 @@ class _StepCalls:
         ]
         all_finite = jnp.all(jnp.stack(finite)) if finite else True
         gates = [
-            jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE))
+            jnp.where(all_finite, GO, jnp.where(is_finite, HOLD, HOLD_NON_FINITE))
             if host.waits_for_all
-            else jnp.where(ok, GO, HOLD_NON_FINITE)
-            for ok in finite
+            else jnp.where(is_finite, GO, HOLD_NON_FINITE)
+            for is_finite in finite
         ]
         return [gate.astype(jnp.int32) for gate in gates]
 
@@ -438,21 +457,20 @@ def change(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the update for a host's result, and the difference that it leaves.
 
-    There is no result, and no update, for a leaf that stays as it is. Float32 results
-    are the update. For others no update may lead exactly from the old params to the
-    new: in float32 only from a power of two to far below its last bit, or between
-    denormals; in 16 bits also if an element loses more than half of its magnitude, or
-    changes its sign. Then the updated params are one rounding of the update away from
-    the store's, and the next step must not use them in place of those.
+    A float32 result is the update. For 16-bit params no update may lead exactly from
+    the old params to the new: in float32 only from a power of two to far below its last
+    bit, or between denormals; in 16 bits also if an element loses more than half of its
+    magnitude, or changes its sign. Then the updated params are one rounding of the
+    update away from the store's, and the next step must not use them in place of those.
 
     Args:
-      result: the new params of 16 bits, or the float32 update; or None.
-      params: the params before the step.
+      result: the new params of 16 bits, or the float32 update; None for a leaf that
+        stays as it is.
       dtype: dtype of the update of 16-bit params.
 
     Returns:
-      The update; and for 16 bits the greatest difference, float32, between the params
-      after it and `result`.
+      The update, None without a result; and for 16 bits the greatest difference,
+      float32, between the params after it and `result`.
     """
     if result is None or result.dtype == jnp.float32:
         return result, None
@@ -461,9 +479,9 @@ def change(
     reached = _rounded(old + update, result.dtype)
     is_same = (reached == new) | (jnp.isnan(reached) & jnp.isnan(new))
     gaps = jnp.where(is_same, 0.0, jnp.abs(reached - new))
-    difference, most = jnp.max(gaps, initial=0.0), jnp.finfo(jnp.float32).max
-    bound = jnp.where(jnp.isfinite(difference), difference, most)
-    return update.astype(dtype), bound
+    difference, limit = jnp.max(gaps, initial=0.0), jnp.finfo(jnp.float32).max
+    difference = jnp.where(jnp.isfinite(difference), difference, limit)
+    return update.astype(dtype), difference
 
 
 def _rounded(value: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -1,12 +1,12 @@
-"""The arguments of `smart_update`, and the way of a program's arrays into it.
+"""The arguments of `smart_update`, and how a program's arrays enter it.
 
-The optimizer's leaves are the floating-point arrays of the params. A leaf for which the
-program has None instead of a gradient stays as it is, and so do others.
+The optimizer's leaves are the floating-point arrays of the params. Other leaves, and
+those for which the program has None instead of a gradient, stay as they are.
 
 Invariant: nothing here changes but the last trace, which is kept for the next call; the
-store keeps the data that `init` gets from a run.
-The host is called once a step, for one run; a transformation of JAX that would call it
-more often, or differentiate it, is refused while it is traced.
+store keeps the data that `init` gets from a run. The host is called once a step, for
+one run; a transformation of JAX that would call it more often, or differentiate it, is
+refused while it is traced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,35 +55,37 @@ def align(
       Gradients, None where there is none, and params, each a tree of the optimizer's
       leaves; and a function that puts updates into the tree of the program's gradients.
     """
-    flat, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-    pairs = _pairs(flat, treedef, params)
-    parts = [(g, jax.tree.leaves(part)) for g, part in pairs]
+    gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+    pairs = [
+        (gradient, jax.tree.leaves(part))
+        for gradient, part in _pair_with_params(gradients, treedef, params)
+    ]
 
-    def put_back(made: PyTree) -> PyTree:
-        updates = iter(jax.tree.leaves(made))
-        found = []
-        for gradient, leaves in parts:
+    def put_back(updates: PyTree) -> PyTree:
+        updates = iter(jax.tree.leaves(updates))
+        flat = []
+        for gradient, leaves in pairs:
             if gradient is None:
-                found.append(None)
+                flat.append(None)
             elif leaves and is_trained(leaves[0]):
-                found.append(next(updates))
+                flat.append(next(updates))
             else:
-                found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
-        return treedef.unflatten(found)
+                flat.append(jax.tree.map(jnp.zeros_like, leaves[0]))
+        return treedef.unflatten(flat)
 
-    known = keep_trained(params)
-    leaves = [g for g, part in parts for leaf in part if is_trained(leaf)]
-    return jax.tree.structure(known).unflatten(leaves), known, put_back
+    trained = keep_trained(params)
+    leaves = [g for g, part in pairs for leaf in part if is_trained(leaf)]
+    return jax.tree.structure(trained).unflatten(leaves), trained, put_back
 
 
-def _pairs(
-    flat: Sequence[Any], treedef: Any, params: PyTree
+def _pair_with_params(
+    gradients: Sequence[Any], treedef: Any, params: PyTree
 ) -> list[tuple[Any, PyTree]]:
     """Pairs each gradient with the part of the params that has its place."""
     leaves = jax.tree.leaves(params)
-    if len(leaves) == len(flat) and not any(x is None for x in flat):
-        return list(zip(flat, leaves, strict=True))  # whatever contains them
-    pairs = list(zip(flat, treedef.flatten_up_to(params), strict=True))
+    if len(leaves) == len(gradients) and not any(x is None for x in gradients):
+        return list(zip(gradients, leaves, strict=True))  # in whatever containers
+    pairs = list(zip(gradients, treedef.flatten_up_to(params), strict=True))
     if any(g is not None and not jax.tree_util.all_leaves([p]) for g, p in pairs):
         raise ValueError(
             "update: expected a gradient, or None, for each leaf of the params, found "
@@ -96,68 +98,67 @@ def _pairs(
 _Tree = TypeVar("_Tree", bound=PyTree)
 
 
-def entering(what: str, tree: _Tree) -> _Tree:
-    """Returns the arrays that enter `init` or `update`; traceable.
+def guard_arrays(name: str, tree: _Tree) -> _Tree:
+    """Returns the arrays of a call of `name` as ones that ``vmap`` and ``grad`` refuse.
 
-    A ``vmap`` over one run has no effect on what is done with them.
+    A ``vmap`` over one run has no effect on them. Traceable.
 
     Raises:
-      ValueError: `what` is called in ``pmap`` or ``shard_map``. Under ``vmap`` and
-        ``grad`` JAX raises it when it transforms the computation.
+      ValueError: the call is in ``pmap`` or ``shard_map``. Under ``vmap`` and ``grad``
+        JAX raises it when it transforms the computation.
     """
-    axes = {name: size for name, size in compat.manual_axes().items() if size > 1}
+    axes = {axis: size for axis, size in compat.manual_axes().items() if size > 1}
     if axes:
         raise ValueError(
-            f"smart_update: {what} is called in jax.pmap or jax.shard_map over "
+            f"smart_update: {name} is called in jax.pmap or jax.shard_map over "
             f"{axes}, so each device would make a step of its own, and a store makes "
-            f"one for all. Call {what} outside, in jax.jit, with params that are "
+            f"one for all. Call {name} outside, in jax.jit, with params that are "
             "sharded or replicated over the devices (NamedSharding)"
         )
     leaves, treedef = jax.tree.flatten(tree)
     places = [n for n, x in enumerate(leaves) if isinstance(x, compat.Tracer)]
-    entered = _OF_ONE_RUN[what]([leaves[place] for place in places])
-    for place, value in zip(places, entered, strict=True):
+    guarded = _GUARDS[name]([leaves[place] for place in places])
+    for place, value in zip(places, guarded, strict=True):
         leaves[place] = value
     return treedef.unflatten(leaves)
 
 
-def _of_one_run(what: str) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Returns a function that returns arrays as they are; see `entering`."""
+def _make_guard(name: str) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Returns an identity that JAX's transformations refuse; see `guard_arrays`."""
 
     @jax.custom_batching.custom_vmap
-    def alone(values: list[jax.Array]) -> list[jax.Array]:
+    def guard(values: list[jax.Array]) -> list[jax.Array]:
         return values
 
-    @alone.def_vmap
+    @guard.def_vmap
     def _(num: int, is_mapped: list[list[bool]], values: list[jax.Array]) -> Any:
         if num != 1:
-            _refuse(what, num)
+            _refuse(name, num)
         pairs = zip(values, is_mapped[0], strict=True)
         squeezed = [jnp.squeeze(x, 0) if mapped else x for x, mapped in pairs]
-        return alone(squeezed), [False] * len(values)
+        return guard(squeezed), [False] * len(values)
 
-    differentiated = jax.custom_jvp(alone)
-    differentiated.defjvp(lambda primals, tangents: _refuse(what))
-    return differentiated
+    with_jvp = jax.custom_jvp(guard)
+    with_jvp.defjvp(lambda primals, tangents: _refuse(name))
+    return with_jvp
 
 
-def _refuse(what: str, num_examples: int | None = None) -> NoReturn:
+def _refuse(name: str, num_examples: int | None = None) -> NoReturn:
     if num_examples is None:
         raise ValueError(
-            f"smart_update: {what} is differentiated (jax.grad, jax.jvp, …), and JAX "
+            f"smart_update: {name} is differentiated (jax.grad, jax.jvp, …), and JAX "
             "cannot follow what is computed near storage. Differentiate the loss "
-            f"alone, or give {what} what jax.lax.stop_gradient returns"
+            f"alone, or give {name} what jax.lax.stop_gradient returns"
         )
     raise ValueError(
-        f"smart_update: {what} is called in jax.vmap over {num_examples} examples, and "
+        f"smart_update: {name} is called in jax.vmap over {num_examples} examples, and "
         "a store has the state of one run. Average the gradients of examples and call "
-        f"{what} outside of vmap; train several seeds one after another, each with a "
+        f"{name} outside of vmap; train several seeds one after another, each with a "
         "store of its own (a vmap over one seed works)"
     )
 
 
-_OF_ONE_RUN = {what: _of_one_run(what) for what in ("init", "update")}
-
+_GUARDS = {name: _make_guard(name) for name in ("init", "update")}
 
 OnExisting: TypeAlias = Literal["resume", "restart", "error"]
 """The action of `init` on a store that has steps; see `jaxinf.smart_update`."""
@@ -171,11 +172,8 @@ class OffloadedOptimizer:
     """An optimizer and the store of its state.
 
     Attributes:
-      compression: compression of its gradients; None for dense ones.
-      given_shardings: shardings of the params' leaves from the caller; may be empty.
-      example_args: examples of other arguments of the optimizer's update.
-      on_existing: the action of `init` on a store that has steps.
-      updates: the dtype of updates of 16-bit params.
+      given_shardings: the caller's shardings of the params' leaves; may be empty.
+      example_args: examples of extra arguments of the optimizer's update.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -183,9 +181,9 @@ class OffloadedOptimizer:
     compression: TopK | None
     given_shardings: tuple[NamedSharding, ...]
     example_args: Mapping[str, Any]
-    on_existing: OnExisting = "resume"
-    updates: UpdateDtype = "gradient"
-    average: Average | None = None
+    on_existing: OnExisting
+    updates: UpdateDtype
+    average: Average | None
     _last_trace: list[Any] = field(default_factory=list)
 
     @property
@@ -205,23 +203,22 @@ class OffloadedOptimizer:
         return self.given_shardings or self.engine.shardings
 
     def update_dtype(self, gradient: jax.Array | None, params: jax.Array) -> np.dtype:
-        """Returns the dtype of a leaf's update, if its params are of 16 bits."""
+        """Returns the dtype of the update of a leaf whose params have 16 bits."""
         if self.updates == "float32" or gradient is None:
             return np.dtype(np.float32)
-        is_own = gradient.dtype == params.dtype
-        return gradient.dtype if is_own else np.dtype(np.float32)
+        is_same = gradient.dtype == params.dtype
+        return gradient.dtype if is_same else np.dtype(np.float32)
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any."""
-        if self.engine.health.error is not None:
-            self.engine.health.raise_to_program()
+        self.engine.health.raise_to_program()
 
     def trace(
         self, params: PyTree, extra_args: Mapping[str, Any]
     ) -> tuple[InitProgram, UpdateProgram]:
         """Traces the optimizer and divides it between JAX and the store.
 
-        A trace takes as long as optax's, so that of `init` serves the first update.
+        A trace takes as long as optax's, so `init`'s serves the first update, too.
         """
         leaf_infos(params)
         leaves, treedef = jax.tree.flatten(params)
@@ -259,11 +256,8 @@ class OffloadedOptimizer:
         """
         group = self.engine.group
         check_processes(group, shardings[0].mesh if shardings else None)
-        places = shardings or [None] * len(update.leaves)
-        pairs = [
-            (sharding, leaf.info.shape)
-            for sharding, leaf in zip(places, update.leaves, strict=True)
-        ]
+        shapes = [leaf.info.shape for leaf in update.leaves]
+        pairs = [*zip(shardings or [None] * len(shapes), shapes, strict=True)]
         return describe_store(
             update,
             init,

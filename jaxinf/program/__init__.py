@@ -10,13 +10,7 @@ Invariant: optax is the only definition of an optimizer; nothing here knows one 
 JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
 """
 
-from jaxinf.program.average import (
-    Average,
-    AverageFormat,
-    ema,
-    parse_ema,
-    with_average,
-)
+from jaxinf.program.average import Average, ema, parse_ema, with_average
 from jaxinf.program.graph import (
     Graph,
     Inliner,
@@ -39,10 +33,7 @@ from jaxinf.program.kernel import (
     inputs_of,
     needed_by,
 )
-from jaxinf.program.nonfinite import (
-    NonFinitePolicy,
-    nonfinite_error,
-)
+from jaxinf.program.nonfinite import NonFinitePolicy, nonfinite_error
 from jaxinf.program.on_device import (
     is_computable,
     join_params,
@@ -52,11 +43,7 @@ from jaxinf.program.on_device import (
 from jaxinf.program.passes import PassComputation, Passes
 from jaxinf.program.prologue import LeafInputs, key_data, typed_like
 from jaxinf.program.standard import trace_standard_kernels
-from jaxinf.program.state import (
-    StateLayout,
-    StateSlot,
-    state_keys,
-)
+from jaxinf.program.state import StateLayout, StateSlot, state_keys
 from jaxinf.program.tree import (
     is_trained,
     keep_trained,
@@ -64,9 +51,4 @@ from jaxinf.program.tree import (
     leaf_path,
     path_name,
 )
-from jaxinf.program.update import (
-    InitProgram,
-    UpdateProgram,
-    trace_init,
-    trace_update,
-)
+from jaxinf.program.update import InitProgram, UpdateProgram, trace_init, trace_update

@@ -1,6 +1,6 @@
 """Keyword arguments of ``tx.update``, divided into program inputs and fixed values.
 
-Invariant: a program runs only with the kind of arguments with which it was traced.
+Invariant: a program runs only with arguments like those of its trace.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,12 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, eq=False)
 class ExtraArgs:
-    """The structure of the extra args; of inputs the shapes, of others the values."""
+    """The extra args of a trace.
+
+    Attributes:
+      leaves: For each leaf the argument's name, and the aval of an input or a fixed
+        value.
+    """
 
     treedef: Any
     leaves: tuple[tuple[str, Any], ...]
@@ -21,41 +26,40 @@ class ExtraArgs:
     @classmethod
     def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
         leaves, treedef = jax.tree_util.tree_flatten_with_path(dict(extra_args))
-        return cls(treedef, tuple((path[0].key, _known(x)) for path, x in leaves))
+        return cls(treedef, tuple((path[0].key, _input_aval(x)) for path, x in leaves))
 
     @property
-    def dynamic(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-        """The inputs' names and shapes."""
+    def inputs(self) -> list[tuple[str, jax.ShapeDtypeStruct]]:
         return [pair for pair in self.leaves if isinstance(pair[1], _Aval)]
 
-    def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
-        values = iter(dynamic)
+    def rebuild(self, inputs: Sequence[jax.Array]) -> dict[str, Any]:
+        values = iter(inputs)
         leaves = [next(values) if isinstance(x, _Aval) else x for _, x in self.leaves]
         return self.treedef.unflatten(leaves)
 
-    def dynamic_values(self, extra_args: Mapping[str, Any]) -> list[jax.Array]:
+    def input_values(self, extra_args: Mapping[str, Any]) -> list[jax.Array]:
         """Returns the inputs as arrays; refuses other arguments than those traced."""
         leaves, treedef = jax.tree.flatten(dict(extra_args))
         if treedef != self.treedef:
             raise _mismatch(str(self.treedef), str(treedef))
         values = list[jax.Array]()
-        for leaf, (_, known) in zip(leaves, self.leaves, strict=True):
-            if isinstance(known, _Aval):
-                if getattr(_known(leaf), "shape", None) != known.shape:
-                    raise _mismatch(str(known), repr(leaf))
-                values.append(jnp.asarray(leaf).astype(known.dtype))
-            elif leaf is not known and (
-                type(leaf) is not type(known) or not bool(leaf == known)
+        for leaf, (_, traced) in zip(leaves, self.leaves, strict=True):
+            if isinstance(traced, _Aval):
+                if getattr(_input_aval(leaf), "shape", None) != traced.shape:
+                    raise _mismatch(str(traced), repr(leaf))
+                values.append(jnp.asarray(leaf).astype(traced.dtype))
+            elif leaf is not traced and (
+                type(leaf) is not type(traced) or not bool(leaf == traced)
             ):
-                raise _mismatch(repr(known), repr(leaf))
+                raise _mismatch(repr(traced), repr(leaf))
         return values
 
 
 _Aval = jax.ShapeDtypeStruct
 
 
-def _known(leaf: Any) -> Any:
-    """Returns the shape of an array or a number, an input; other leaves as they are."""
+def _input_aval(leaf: Any) -> Any:
+    """Returns the aval of an array or a number; other leaves as they are."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return _Aval(tuple(leaf.shape), leaf.dtype)
     is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
@@ -70,7 +74,7 @@ def _mismatch(expected: str, found: str) -> ValueError:
 
 
 def with_missing_arguments(error: TypeError) -> TypeError:
-    """Returns an update's error; if it lacked arguments, with what to give."""
+    """Adds to an update's error how to give the arguments that it lacks."""
     if "required keyword-only argument" not in str(error):
         return error
     return TypeError(

@@ -1,7 +1,7 @@
-"""Averages of params: an optimizer whose state has one array more for each leaf.
+"""Averages of params: an optimizer whose state has one slot more for each leaf.
 
 Invariant: the average follows the params that ``optax.apply_updates`` gives, in the
-  order of operations of ``optax.incremental_update``, and changes no update.
+order of operations of ``optax.incremental_update``, and changes no update.
 """
 
 import functools
@@ -105,12 +105,12 @@ def parse_ema(text: str) -> Average:
     Raises:
       ValueError: The text does not parse, or a value is out of range.
     """
-    first, *words = text.strip().split(",")
-    read = {"every": int, "debias": _FLAGS.__getitem__, "form": str}
+    decay_text, *words = text.strip().split(",")
+    parsers = {"every": int, "debias": _FLAGS.__getitem__, "form": str}
     try:
         pairs = [word.partition("=") for word in words]
-        options: dict[str, Any] = {name: read[name](value) for name, _, value in pairs}
-        decay = float(first)
+        options: dict[str, Any] = {k: parsers[k](value) for k, _, value in pairs}
+        decay = float(decay_text)
     except (KeyError, ValueError):
         raise ValueError(
             f"{text!r}: expected DECAY, such as 0.999, and then every=N, debias=true "
@@ -125,12 +125,7 @@ _FLAGS = {"true": True, "false": False}
 def with_average(
     tx: optax.GradientTransformation | optax.MultiSteps, average: Average | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that keeps an average of the params, too.
-
-    Args:
-      tx: The optimizer. It is given the params in float32, as the store has them.
-      average: The average; None for `tx` itself.
-    """
+    """Adds an average to the state of `tx`, which gets the params in float32."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     tx = optax.with_extra_args_support(tx)
@@ -142,12 +137,6 @@ def with_average(
         count, weight = jnp.zeros((), jnp.int32), jnp.zeros((), FLOAT32)
         return AveragedState(tx.init(params), copy, count, weight)
 
-    def step_size_at(count: jax.Array) -> Any:
-        decay = average.decay
-        if not callable(decay):
-            return 1 - float(decay)
-        return 1 - jnp.asarray(decay(jnp.maximum(count - 1, 0)), FLOAT32)
-
     def update(
         updates: PyTree,
         state: optax.OptState,
@@ -156,28 +145,23 @@ def with_average(
     ) -> tuple[PyTree, AveragedState]:
         assert isinstance(state, AveragedState), "init made it"
         updates, inner = tx.update(updates, state.inner, params, **extra_args)
-        emitted = _emitted(state.inner, inner)
+        conditions = _emissions(state.inner, inner)
         count = jnp.asarray(optax.safe_increment(state.average_count))
-        if emitted:
-            is_emitted = functools.reduce(operator.and_, emitted)
-            count = jnp.where(is_emitted, count, state.average_count)
-            emitted = [is_emitted]
-        weight, step_size = state.average_weight, step_size_at(count)
+        if conditions:
+            conditions = [functools.reduce(operator.and_, conditions)]
+            count = jnp.where(conditions[0], count, state.average_count)
+        weight, step_size = state.average_weight, _step_size(average.decay, count)
         if average.debias:
             weight = weight + step_size * (1 - weight)
             step_size = jnp.where(weight > 0, step_size / weight, 0)
-        new = jax.tree.map(
-            lambda u, p: p if u is None else p + jnp.asarray(u).astype(FLOAT32),
-            *(updates, params),
-            is_leaf=lambda x: x is None,
-        )
-        mean = optax.incremental_update(new, state.average, step_size)
+        new_params = _apply_updates(params, updates)
+        mean = optax.incremental_update(new_params, state.average, step_size)
         if average.every > 1:
-            emitted.append(count % average.every == 0)
-        if emitted:
-            is_due = functools.reduce(operator.and_, emitted)
+            conditions.append(count % average.every == 0)
+        if conditions:
+            is_due = functools.reduce(operator.and_, conditions)
             mean, weight = jax.tree.map(
-                lambda m, old: jnp.where(is_due, m, old),
+                lambda new, old: jnp.where(is_due, new, old),
                 (mean, weight),
                 (state.average, state.average_weight),
             )
@@ -186,7 +170,21 @@ def with_average(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _emitted(old: PyTree, new: PyTree) -> list[jax.Array]:
+def _step_size(decay: Decay, count: jax.Array) -> Any:
+    if not callable(decay):
+        return 1 - float(decay)
+    return 1 - jnp.asarray(decay(jnp.maximum(count - 1, 0)), FLOAT32)
+
+
+def _apply_updates(params: PyTree | None, updates: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda u, p: p if u is None else p + jnp.asarray(u).astype(FLOAT32),
+        *(updates, params),
+        is_leaf=lambda x: x is None,
+    )
+
+
+def _emissions(old: PyTree, new: PyTree) -> list[jax.Array]:
     """Returns conditions of an update that changes params; none if each one does.
 
     An ``optax.MultiSteps`` counts its emissions, and an ``optax.apply_if_finite`` tells
@@ -197,8 +195,8 @@ def _emitted(old: PyTree, new: PyTree) -> list[jax.Array]:
     def holding(state: PyTree) -> list[Any]:
         """Returns the states of transformations that may hold updates back."""
         nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-        found = [node for node in nodes if isinstance(node, kinds)]
-        return found + [one for node in found for one in holding(tuple(node))]
+        states = [node for node in nodes if isinstance(node, kinds)]
+        return states + [inner for node in states for inner in holding(tuple(node))]
 
     return [
         after.gradient_step != before.gradient_step

@@ -1,7 +1,7 @@
 """A jaxpr as a graph: nodes in an order in which they can be computed.
 
     Inliner     an equation a node, calls inlined
-    graph_of    of an optimizer: conditionals as selects, too
+    graph_of    the graph of an optimizer, with conditionals as selects
 
 Invariant: every value has the node that computes it. `jaxinf.streaming` extends
 `Inliner` by scans over stacked params, which it unrolls.
@@ -46,12 +46,12 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; empty for tokens, which have none."""
+        """The shape; empty for tokens, which have none."""
         return tuple(getattr(self.aval, "shape", ()))
 
     @property
     def dtype(self) -> Any:
-        """Its dtype, which may be an extended one (random keys); None for tokens."""
+        """The dtype, which may be an extended one (random keys); None for tokens."""
         return getattr(self.aval, "dtype", None)
 
     @property
@@ -65,7 +65,7 @@ class Value:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Node:
-    """One equation of the jaxpr; `sources`: where it was traced, and its callers."""
+    """One equation of a jaxpr; `sources` are where it was traced, and its callers."""
 
     primitive: compat.Primitive
     inputs: tuple[Value, ...]
@@ -80,7 +80,7 @@ class Node:
 
     @property
     def is_spread(self) -> bool:
-        """Whether it makes an array of equal elements, from a scalar."""
+        """Whether the node makes an array of equal elements, from a scalar."""
         return self.name == "broadcast_in_dim" and not self.inputs[0].shape
 
 
@@ -90,8 +90,8 @@ class Graph:
 
     Attributes:
       nodes: In an order in which they can be computed.
-      gradients: Of a loss function: further outputs, by the part of params of which
-        each is the complete gradient.
+      gradients: Further outputs of a loss function's graph: complete gradients, by
+        their part of the params.
     """
 
     inputs: tuple[Value, ...]
@@ -105,17 +105,17 @@ class Graph:
 
 
 def ancestors(
-    values: Iterable[Any], is_own: Callable[[Any], bool] = lambda node: True
+    values: Iterable[Any], is_included: Callable[[Any], bool] = lambda node: True
 ) -> Mapping[Any, None]:
-    """Returns the nodes from which values follow, through own nodes alone."""
-    found: dict[Any, None] = {}
+    """Returns the nodes from which values follow, through included nodes alone."""
+    nodes: dict[Any, None] = {}
     stack = [value.node for value in values]
     while stack:
         node = stack.pop()
-        if node is not None and node not in found and is_own(node):
-            found[node] = None
+        if node is not None and node not in nodes and is_included(node):
+            nodes[node] = None
             stack += [value.node for value in node.inputs]
-    return found
+    return nodes
 
 
 def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
@@ -125,7 +125,7 @@ def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
 
 
 def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
-    """Computes a node with JAX, in the context it was traced in; traceable."""
+    """Computes a node with JAX, in the context of its trace; traceable."""
     return compat.bind(node.primitive, operands, node.params, node.context)
 
 
@@ -161,9 +161,6 @@ class Inliner:
     """Makes nodes of a jaxpr's equations; calls become the equations inside.
 
     An equation's operands and results are values, or what a subclass makes of them.
-
-    Attributes:
-      nodes: All nodes, in order.
     """
 
     def __init__(self) -> None:
@@ -171,11 +168,7 @@ class Inliner:
         self._callers: list[Any] = []
 
     def inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Returns a jaxpr's results, from values for its arguments.
-
-        Args:
-          jaxpr: Closed or not.
-        """
+        """Returns the results of a jaxpr, closed or not, from its arguments' values."""
         consts = [self.const(array) for array in getattr(jaxpr, "consts", ())]
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -204,7 +197,7 @@ class Inliner:
         return compat.called_jaxpr(eqn.primitive.name, eqn.params)
 
     def call(self, eqn: Any, callee: Any, inputs: Sequence[Any]) -> list[Any]:
-        """Returns a call's results: those of the jaxpr that it calls."""
+        """Returns the results of the jaxpr that an equation calls."""
         self._callers.append(eqn.source_info)
         outputs = self.inline(callee, inputs)
         self._callers.pop()
@@ -230,8 +223,7 @@ class Inliner:
 def graph_of(closed: compat.ClosedJaxpr, stored: Container[int] = ()) -> Graph:
     """Returns the graph of `closed`, with calls and conditionals on arrays inlined.
 
-    Args:
-      stored: Numbers of the inputs that are on storage.
+    The inputs with the numbers `stored` are on storage.
     """
     inputs = tuple(
         Value(var.aval, i in stored) for i, var in enumerate(closed.jaxpr.invars)
@@ -258,26 +250,26 @@ class _WithoutConditionals(Inliner):
             return self.call(eqn, branches[chosen], inputs[1:])
         if branches is not None:
             shapes = [value.shape for value in inputs] + [aval.shape for aval in avals]
-            # One that neither takes nor gives more than scalars is kept.
+            # A conditional that neither takes nor gives more than scalars is kept.
             if any(shapes) or any(value.stored for value in inputs):
-                return self._selected(eqn, branches, inputs)
+                return self._select(eqn, branches, inputs)
         is_identity = name in compat.IDENTITIES and all(
             value.shape == tuple(aval.shape) and value.dtype == aval.dtype
             for value, aval in zip(inputs, avals, strict=False)
         )
         return inputs[: len(avals)] if is_identity else super().equation(eqn, inputs)
 
-    def _selected(
+    def _select(
         self, eqn: Any, branches: Sequence[Any], inputs: Sequence[Value]
     ) -> list[Value]:
         index, *operands = inputs
         results = [self.call(eqn, branch, operands) for branch in branches]
         select, sources = jax.lax.select_n_p, (eqn.source_info,)
-        found: list[Value] = []
+        selected: list[Value] = []
         for var, cases in zip(eqn.outvars, zip(*results, strict=True), strict=True):
             if all(case is cases[0] for case in cases):
-                found.append(cases[0])
+                selected.append(cases[0])
             else:
                 node = Node(select, (index, *cases), {}, sources=sources)
-                found += self.append(node, [var.aval])
-        return found
+                selected += self.append(node, [var.aval])
+        return selected

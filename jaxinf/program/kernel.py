@@ -32,8 +32,8 @@ class Input:
 
     Attributes:
       kind: ``gradient`` and ``params`` (the master) are always float32.
-      index: Which slot, scalar or array; 0 otherwise.
-      dtype: The dtype the body computes with. Scalars of 16-bit floats are handed
+      index: The number of the slot, scalar or array; 0 for other kinds.
+      dtype: The dtype in which the body computes. Scalars of 16-bit floats are handed
         over as float32 (see `scalar_dtype`).
     """
 
@@ -51,18 +51,16 @@ class Constant:
 
     @classmethod
     def of(cls, value: Any, dtype: np.dtype) -> "Constant":
-        """Returns the literal of a number."""
         return cls(dtype, np.asarray(value, dtype).tobytes())
 
     @property
     def value(self) -> np.generic:
-        """The literal as a NumPy scalar."""
         return np.frombuffer(self.data, self.dtype)[0]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The value of equation `index`."""
+    """The value of an equation."""
 
     index: int
     dtype: np.dtype
@@ -76,9 +74,8 @@ class Equation:
     """``result = op(*inputs)``, elementwise; `inputs` that are scalars broadcast.
 
     Attributes:
-      inputs: Operands, in the jaxpr's order.
       params: Static parameters, sorted by name (e.g. ``("y", 3)``).
-      dtype: Of the result; 16-bit floats are computed in float32 and rounded.
+      dtype: The result's; 16-bit floats are computed in float32 and rounded.
     """
 
     op: str
@@ -92,7 +89,7 @@ class Kernel:
     """One leaf's update, or its first state, as straight-line code.
 
     Attributes:
-      slots: Names of the stored state, in order.
+      slots: Names of the slots, the arrays that the optimizer keeps for a leaf.
       scalar_dtypes: Dtypes in which prologue scalars come (32-bit or bool).
       array_dtypes: Dtypes of the prologue's arrays, one element per leaf element.
       update: optax's update `u` (float32); None where it is the literal zero,
@@ -140,20 +137,20 @@ class Kernel:
     @cached_property
     def identity(self) -> tuple[str, ...]:
         """Describes the optimizer alone, without an average of the params."""
-        own = [name for name in self.slots if name != AVERAGE]
-        if len(own) == len(self.slots):
+        slots = [name for name in self.slots if name != AVERAGE]
+        if len(slots) == len(self.slots):
             return tuple(self.describe())
         values = zip(self.slots, self.new_slots, strict=True)
-        needed = [self.update, *(value for name, value in values if name in own)]
+        needed = [self.update, *(value for name, value in values if name in slots)]
         # The average's equations come after all that the optimizer needs.
         last = max((v.index for v in needed if isinstance(v, Result)), default=-1)
-        return tuple(self._lines(last + 1, own))
+        return tuple(self._lines(last + 1, slots))
 
     def _lines(self, num_equations: int, slots: Sequence[str]) -> list[str]:
         lines = [
-            f"%{index}: {one.dtype} = {one.op}{_listed(one.params)} "
-            + ", ".join(map(_operand, one.inputs))
-            for index, one in enumerate(self.equations[:num_equations])
+            f"%{index}: {equation.dtype} = {equation.op}{_listed(equation.params)} "
+            + ", ".join(map(_operand, equation.inputs))
+            for index, equation in enumerate(self.equations[:num_equations])
         ]
         outputs = [("update", self.update)]
         values = zip(self.slots, self.new_slots, strict=True)
@@ -174,7 +171,7 @@ def scalar_dtype(dtype: np.dtype) -> np.dtype:
 def needed_by(
     equations: Sequence[Equation], outputs: Sequence[Operand | None]
 ) -> set[Operand]:
-    """Returns all that outputs depend on, themselves included."""
+    """Returns all operands on which outputs depend, outputs included."""
     needed = {operand for operand in outputs if operand is not None}
     for index, equation in reversed([*enumerate(equations)]):
         if Result(index, equation.dtype) in needed:
@@ -185,7 +182,7 @@ def needed_by(
 def inputs_of(
     equations: Sequence[Equation], outputs: Sequence[Operand | None]
 ) -> set[tuple[str, int]]:
-    """Returns kind and index of every input that outputs depend on."""
+    """Returns kind and index of every input on which outputs depend."""
     needed = needed_by(equations, outputs)
     return {(o.kind, o.index) for o in needed if isinstance(o, Input)}
 

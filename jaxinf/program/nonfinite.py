@@ -13,18 +13,13 @@ NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 def nonfinite_error(
     names: Sequence[str], step: int | None = None, where: object = "the store"
 ) -> NonFiniteGradientError:
-    """Makes the error for a step that is refused.
-
-    Args:
-      names: The leaves whose gradients have NaN or Inf.
-      step: The step that stays; None without a store.
-    """
-    bad, at, stays = first_few(dict.fromkeys(names)), "", ""
+    """Makes the error for a refused step; `step`, if there is a store, stays."""
+    leaves, prefix, stays = first_few(dict.fromkeys(names)), "", ""
     if step is not None:
-        at, stays = f"step {step + 1}: ", f", {where} stays at step {step}"
+        prefix, stays = f"step {step + 1}: ", f", {where} stays at step {step}"
     return NonFiniteGradientError(
-        f"{at}NaN or Inf in the gradient of {bad}; the step was refused{stays}. Lower "
-        "the learning rate or clip the gradients, or pass "
+        f"{prefix}NaN or Inf in the gradient of {leaves}; the step was refused{stays}. "
+        "Lower the learning rate or clip the gradients, or pass "
         'nonfinite="skip" to go on without such steps, as with a loss scale '
         '(DynamicScale), or "allow" around an optimizer with a rule of its own '
         "(optax.apply_if_finite)"

@@ -21,8 +21,8 @@ _NAMES = {name: f"bitwise_{name}" for name in ("and", "not", "or", "xor")}
 def is_computable(kernel: Kernel) -> bool:
     """Whether `kernel_function` has a kernel's bits.
 
-    It has not if XLA computes an array outside the kernel, which decides its rounding,
-    nor with an average of the params, which has the update's sum with them.
+    It does not if XLA computes an array outside the kernel, which decides its rounding,
+    or with an average of the params, which has the update's sum with them.
     """
     is_whole = not kernel.array_dtypes and not kernel.reduced
     return is_whole and AVERAGE not in kernel.slots
@@ -38,7 +38,7 @@ def kernel_function(
     """Computes an update; traceable.
 
     Args:
-      kernel: One that is computable.
+      kernel: A computable one.
       gradient: ``(n,)`` float32.
       params: ``(n,)`` float32, the master params; None if it does not read them.
       slots: ``(n,)`` each, of the slots' dtypes; None for those it does not read.
@@ -62,14 +62,14 @@ def kernel_function(
                 return gradient
             case Input(kind="params"):
                 return params
-        held = inputs[operand.kind][operand.index]
-        return None if held is None else jnp.asarray(held, operand.dtype)
+        array = inputs[operand.kind][operand.index]
+        return None if array is None else jnp.asarray(array, operand.dtype)
 
     for equation in kernel.equations:
         operands = [value(operand) for operand in equation.inputs]
-        # What reads state that is not given is of a branch that the step does not take.
-        is_given = all(operand is not None for operand in operands)
-        values.append(_computed(equation, operands) if is_given else None)
+        # A slot that is not given is read by a branch that the step does not take.
+        is_taken = all(operand is not None for operand in operands)
+        values.append(_compute(equation, operands) if is_taken else None)
     shape = gradient.shape
     columns = kernel.slots, kernel.new_slots, kernel.slot_dtypes
     new = [
@@ -86,13 +86,13 @@ def kernel_function(
     return update, new, kept
 
 
-def _computed(equation: Equation, operands: list[Any]) -> jax.Array:
+def _compute(equation: Equation, operands: list[Any]) -> jax.Array:
     op, params = equation.op, dict(equation.params)
     shape = jnp.broadcast_shapes(*(x.shape for x in operands))
     if op != "clamp":
-        kept = int(op == "select_n")  # its condition may be a scalar
-        wide = (jnp.broadcast_to(x, shape) for x in operands[kept:])
-        operands = [*operands[:kept], *wide]
+        start = int(op == "select_n")  # its condition may be a scalar
+        wide = (jnp.broadcast_to(x, shape) for x in operands[start:])
+        operands = [*operands[:start], *wide]
     match op:
         case "convert_element_type":
             return lax.convert_element_type(operands[0], equation.dtype)
@@ -100,8 +100,8 @@ def _computed(equation: Equation, operands: list[Any]) -> jax.Array:
             return lax.integer_pow(operands[0], params["y"])
         case "round":
             to_even = lax.RoundingMethod.TO_NEAREST_EVEN
-            away = lax.RoundingMethod.AWAY_FROM_ZERO
-            return lax.round(operands[0], to_even if params["to_even"] else away)
+            from_zero = lax.RoundingMethod.AWAY_FROM_ZERO
+            return lax.round(operands[0], to_even if params["to_even"] else from_zero)
         case "reduce_precision":
             info = jnp.finfo(params["to"])
             return lax.reduce_precision(operands[0], info.nexp, info.nmant)
@@ -109,7 +109,7 @@ def _computed(equation: Equation, operands: list[Any]) -> jax.Array:
 
 
 def join_params(codes: jax.Array, remainders: jax.Array) -> jax.Array:
-    """Restores the argument of `split_params`, as `jaxinf.layout.codecs` does."""
+    """Reverses `split_params`, as `jaxinf.layout.codecs` does."""
     high = lax.bitcast_convert_type(codes, jnp.uint16).astype(jnp.uint32) << 16
     low = lax.bitcast_convert_type(remainders.astype(jnp.int32), jnp.uint32)
     return lax.bitcast_convert_type(high + low, jnp.float32)

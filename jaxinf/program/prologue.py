@@ -1,4 +1,4 @@
-"""The part of a program that stays in JAX.
+"""The prologue: the part of a program that stays in JAX.
 
 Invariant: only nodes that the outputs need are computed.
 """
@@ -18,9 +18,7 @@ from jaxinf.program.split import BodyBuilder
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LeafInputs:
-    """A kernel's inputs beside state and gradient, from the prologue; a pytree.
-
-    Its arrays are JAX's, or NumPy's on the host.
+    """A kernel's inputs from the prologue; a pytree of JAX's or NumPy's arrays.
 
     Attributes:
       scalars: 0-d: float32, int32, uint32 or bool, as ``Kernel.scalar_dtypes``.
@@ -33,12 +31,12 @@ class LeafInputs:
 
 @dataclass(frozen=True, eq=False)
 class Prologue:
-    """A graph, and which of its values are wanted; made by `make_prologue`.
+    """A graph and its outputs; made by `make_prologue`.
 
     Attributes:
       scalar_state: The new scalar state.
       leaves: The body of each leaf, which takes its `scalars` and `arrays`.
-      outputs: All that is wanted: the scalar state, and what the leaves take.
+      outputs: The new scalar state and all that the bodies take.
     """
 
     nodes: tuple[Node, ...]
@@ -58,15 +56,15 @@ class Prologue:
         """Computes the new scalar state and the kernels' inputs; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
         results = evaluate(self.nodes, self.outputs, env)
-        found = dict(zip(self.outputs, results, strict=True))
+        arrays_of = dict(zip(self.outputs, results, strict=True))
         shared = dict.fromkeys(value for leaf in self.leaves for value in leaf.scalars)
-        scalars = {value: as_scalar(found[value], value) for value in shared}
+        scalars = {value: as_scalar(arrays_of[value], value) for value in shared}
         leaves = []
         for leaf in self.leaves:
             shape = leaf.info.shape
-            arrays = tuple(jnp.broadcast_to(found[v], shape) for v in leaf.arrays)
+            arrays = tuple(jnp.broadcast_to(arrays_of[v], shape) for v in leaf.arrays)
             leaves.append(LeafInputs(tuple(scalars[v] for v in leaf.scalars), arrays))
-        return [jnp.asarray(found[value]) for value in self.scalar_state], leaves
+        return [jnp.asarray(arrays_of[value]) for value in self.scalar_state], leaves
 
 
 def make_prologue(
@@ -76,14 +74,14 @@ def make_prologue(
     leaves: Sequence[BodyBuilder],
 ) -> Prologue:
     """Returns the nodes that scalar state and bodies need, without those of bodies."""
-    taken = (value for leaf in leaves for value in (*leaf.scalars, *leaf.arrays))
-    outputs = [*scalar_state, *taken]
+    inputs_of_bodies = (v for leaf in leaves for v in (*leaf.scalars, *leaf.arrays))
+    outputs = [*scalar_state, *inputs_of_bodies]
     return Prologue(prune(nodes, outputs), inputs, scalar_state, leaves, outputs)
 
 
-def as_scalar(found: Any, value: Value) -> jax.Array:
-    """Returns the array of a prologue's value as a scalar that a kernel takes."""
-    return jnp.reshape(found, ()).astype(scalar_dtype(value.dtype))
+def as_scalar(array: Any, value: Value) -> jax.Array:
+    """Converts the array of a prologue's value to a scalar that a kernel takes."""
+    return jnp.reshape(array, ()).astype(scalar_dtype(value.dtype))
 
 
 def key_data(value: jax.Array) -> jax.Array:
@@ -94,11 +92,11 @@ def key_data(value: jax.Array) -> jax.Array:
 
 
 def typed_like(value: Any, like: Any) -> jax.Array:
-    """Reverses `key_data`, for keys like others, or like their shape."""
+    """Reverses `key_data`; `like` is an array or an aval of the original dtype."""
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     if not is_key or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
-    kinds: list[Any] = []  # only a key itself tells, if it is traced
+    implementations: list[Any] = []  # only a traced key tells its own
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
-    return jax.random.wrap_key_data(jnp.asarray(value), impl=kinds[0])
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), aval)
+    return jax.random.wrap_key_data(jnp.asarray(value), impl=implementations[0])

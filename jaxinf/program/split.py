@@ -1,7 +1,7 @@
 """Cuts one leaf's elementwise body out of the graph of a whole update.
 
 Invariant: a body reads only its own leaf's gradient, master params and slots; the
-  prologue computes all its other inputs, as scalars or arrays.
+prologue computes all its other inputs, as scalars or arrays.
 """
 
 import functools
@@ -37,18 +37,12 @@ _REMEDY = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
-def _first_equal(kernel: Kernel) -> Kernel:
-    """Returns the first of equal kernels: leaves share it, caches find it at once."""
-    return kernel
-
-
 @dataclass(eq=False)
 class BodyBuilder:
     """Collects the equations of one leaf's body, in a canonical order.
 
     Attributes:
-      inputs: Graph inputs that the body itself reads (gradient, params, slots).
+      inputs: Inputs of the graph that the body reads: gradient, params, slots.
       local: Scalars that belong in the body of a 0-d leaf.
       scalars, arrays: Values that the prologue has to compute, in order of use.
     """
@@ -59,14 +53,14 @@ class BodyBuilder:
     equations: list[Equation] = field(default_factory=list)
     scalars: list[Value] = field(default_factory=list)
     arrays: list[Value] = field(default_factory=list)
-    _known: dict[Value, Operand] = field(default_factory=dict)
+    _operands: dict[Value, Operand] = field(default_factory=dict)
     _results: dict[Equation, Result] = field(default_factory=dict)
 
-    def scalar(self, index: int) -> Input:
+    def scalar_input(self, index: int) -> Input:
         return Input("scalar", index, np.dtype(self.scalars[index].dtype))
 
     def operand(self, root: Value) -> Operand:
-        """Returns the operand for `root`, after the equations that compute it.
+        """Adds the equations that compute `root`, and returns its operand.
 
         Raises:
           UnsupportedTransformError: It is not elementwise in stored state.
@@ -74,30 +68,30 @@ class BodyBuilder:
         stack = [root]
         while stack:
             value = stack[-1]
-            if value in self._known:
+            if value in self._operands:
                 stack.pop()
                 continue
             operand = self._terminal(value)
             if operand is None:
                 assert value.node is not None, "a value that is no input is computed"
-                pending = [v for v in value.node.inputs if v not in self._known]
+                pending = [v for v in value.node.inputs if v not in self._operands]
                 if pending:
                     stack += reversed(pending)
                     continue
                 operand = self._emit(value, value.node)
-            self._known[value] = operand
+            self._operands[value] = operand
             stack.pop()
-        return self._known[root]
+        return self._operands[root]
 
     def kernel(
         self,
         slots: Sequence[StateSlot],
+        *,
         update: Operand | None,
         new_slots: Sequence[Operand],
         reciprocals: tuple[bool, ...] = (),
         reduced: tuple[int, ...] = (),
     ) -> Kernel:
-        """Returns the kernel of the equations so far; of equal ones the first."""
         kernel = Kernel(
             slots=tuple(slot.name for slot in slots),
             slot_dtypes=tuple(slot.dtype for slot in slots),
@@ -111,19 +105,19 @@ class BodyBuilder:
         )
         return _first_equal(kernel)
 
-    def also_used_by(self, nodes: Sequence[Node]) -> tuple[int, ...]:
-        """Numbers of the equations whose values enter nodes outside of the body."""
-        used = {
+    def equations_used_by(self, nodes: Sequence[Node]) -> tuple[int, ...]:
+        """Returns the numbers of equations whose values nodes outside the body read."""
+        indices = {
             operand.index
             for node in nodes
-            if not any(value in self._known for value in node.outputs)
-            for operand in map(self._known.get, node.inputs)
+            if not any(value in self._operands for value in node.outputs)
+            for operand in map(self._operands.get, node.inputs)
             if isinstance(operand, Result)
         }
-        return tuple(sorted(used))
+        return tuple(sorted(indices))
 
     def _terminal(self, value: Value) -> Operand | None:
-        """Returns the operand if no equation is needed, otherwise None."""
+        """Returns the operand of a value that no equation computes; None for others."""
         if value in self.inputs:
             return self.inputs[value]
         if value.is_literal:
@@ -131,7 +125,7 @@ class BodyBuilder:
             return Constant.of(value.constant, value.dtype)
         if value.stored:
             if not self._is_elementwise(value):
-                raise refusal(self.info.name, value)
+                raise not_elementwise_error(self.info.name, value)
             return None
         if value in self.local:
             return None
@@ -139,7 +133,7 @@ class BodyBuilder:
         if is_one and (not value.shape or value.shape != self.info.shape):
             self._check_dtype(value)
             self.scalars.append(value)
-            return self.scalar(len(self.scalars) - 1)
+            return self.scalar_input(len(self.scalars) - 1)
         if self._is_elementwise(value):
             return None
         self._check_dtype(value)
@@ -162,7 +156,7 @@ class BodyBuilder:
             )
 
     def _emit(self, value: Value, node: Node) -> Operand:
-        operands = tuple(self._known[operand] for operand in node.inputs)
+        operands = tuple(self._operands[operand] for operand in node.inputs)
         if node.is_spread:
             return operands[0]
         name = node.primitive.name
@@ -179,6 +173,12 @@ class BodyBuilder:
         return self._results[equation]
 
 
+@functools.lru_cache(maxsize=4096)
+def _first_equal(kernel: Kernel) -> Kernel:
+    """Returns the first of equal kernels: leaves share it, caches find it at once."""
+    return kernel
+
+
 def is_elementwise(node: Node) -> bool:
     """Whether a body may contain the node, by its primitive and dtypes."""
     values = (*node.outputs, *node.inputs)
@@ -187,11 +187,10 @@ def is_elementwise(node: Node) -> bool:
     )
 
 
-def refusal(where: str, value: Value) -> UnsupportedTransformError:
-    """Makes the error for a value that depends on stored state not element by element.
+def not_elementwise_error(where: str, value: Value) -> UnsupportedTransformError:
+    """Makes the error for a value that is not elementwise in stored state.
 
-    It names the first node that is not elementwise, none of whose operands follows from
-    another such.
+    It names the first node that is not elementwise.
     """
 
     def is_culprit(node: Node) -> bool:
@@ -205,27 +204,27 @@ def refusal(where: str, value: Value) -> UnsupportedTransformError:
         node, values = culprit, culprit.inputs
     found = "the stored state of another leaf"
     if node is not None:
-        found = f"the primitive {node.name}{origin_of(node)} on it"
+        found = f"the primitive {node.name}{describe_origin(node)} on it"
     return UnsupportedTransformError(
         f"{where}: expected an update elementwise in stored optimizer state, found "
         f"{found}; {_REMEDY}"
     )
 
 
-def origin_of(node: Node) -> str:
-    """Returns the caller of a primitive, outside of JAX and of this room, in words.
+def describe_origin(node: Node) -> str:
+    """Names the function that called a primitive, and the transformation it is for.
 
-    And the transformation that it is for; empty if neither is known.
+    Frames of JAX and of this room are skipped. Empty if nothing is known.
     """
     frames = [f for source in node.sources for f in compat.source_frames(source)]
     internal = "/jax/", "/jaxinf/program/"
-    paths = [one for one in frames if not any(part in one[0] for part in internal)]
-    if not paths:
+    callers = [f for f in frames if not any(part in f[0] for part in internal)]
+    if not callers:
         return ""
-    file, name = paths[0]
+    file, name = callers[0]
     _, optax, after = file.rpartition("/optax/")
     short = f"optax/{after}" if optax else file.rpartition("/")[2]
-    matches = (re.match(r"(\w+)\.<locals>\.update(_fn)?\b", n) for _, n in paths)
+    matches = (re.match(r"(\w+)\.<locals>\.update(_fn)?\b", n) for _, n in callers)
     transform = next((match[1] for match in matches if match), "")
     whose = f", for {transform}" if transform and transform not in name else ""
     return f" (from {name} in {short}{whose})"

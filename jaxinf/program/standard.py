@@ -1,9 +1,9 @@
 """The optimizers whose kernels come compiled with the package.
 
 Invariant: hyperparameters are arguments of a kernel, so one kernel for each structure
-  is enough. These options change the structure: a schedule (the rate is a scalar, not a
-  literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov, an
-  average of the params.
+is enough. These options change the structure: a schedule (the rate is a scalar, not a
+literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov, an average
+of the params.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ def trace_standard_kernels() -> Mapping[str, Kernel]:
 
     Those with an average are for several leaves only, to keep the package small.
     """
-    one, several = jnp.zeros(8), [jnp.zeros(8), jnp.zeros(9)]
+    leaf, leaves = jnp.zeros(8), [jnp.zeros(8), jnp.zeros(9)]
     return {
         name + suffix: trace_update(tx, params).leaves[0].kernel
         for name, tx in _optimizers().items()
-        for suffix, params in (("", several), ("_one_leaf", one))
+        for suffix, params in (("", leaves), ("_one_leaf", leaf))
         if not (suffix and "average" in name)
     }
 
@@ -33,7 +33,7 @@ def trace_standard_kernels() -> Mapping[str, Kernel]:
 def _optimizers() -> Mapping[str, optax.GradientTransformation]:
     optimizers: dict[str, optax.GradientTransformation] = {}
     for suffix, rate in (("", 0.1), ("_schedule", optax.linear_schedule(1.0, 0.1, 9))):
-        made = {
+        variants = {
             "adam": optax.adam(rate),
             "adam_nesterov": optax.adam(rate, nesterov=True),
             "adamw": optax.adamw(rate),
@@ -51,8 +51,8 @@ def _optimizers() -> Mapping[str, optax.GradientTransformation]:
             "rmsprop_momentum": optax.rmsprop(rate, momentum=0.9),
         }
         for name in ("adamw", "adamw_clipped"):
-            made[f"{name}_average"] = with_average(made[name], ema(0.999))
-        optimizers |= {name + suffix: tx for name, tx in made.items()}
+            variants[f"{name}_average"] = with_average(variants[name], ema(0.999))
+        optimizers |= {name + suffix: tx for name, tx in variants.items()}
     optimizers["sgd_rate_1"] = optax.sgd(1.0)
     optimizers["set_to_zero"] = optax.set_to_zero()
     return optimizers

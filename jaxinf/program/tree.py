@@ -85,20 +85,14 @@ def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def path_name(path: tuple[Any, ...], whole: str = "params") -> str:
-    """Returns the path of a leaf as text.
-
-    Args:
-      path: Key path of the leaf.
-      whole: The name of the tree, for a leaf without a path.
-    """
+    """Returns a leaf's key path as text; `whole` names a tree that is one leaf."""
     return "/".join(compat.path_names(path)) or whole
 
 
 def is_trained(leaf: Any) -> bool:
     """Whether a leaf of the params is an optimizer's: a floating-point array.
 
-    Integer arrays, keys of random numbers and other objects are not, as there are no
-    gradients of them.
+    Integer arrays, random keys and other objects have no gradients.
     """
     if isinstance(leaf, float | complex):
         return True

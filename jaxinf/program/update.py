@@ -21,32 +21,30 @@ from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.arguments import ExtraArgs, with_missing_arguments
 from jaxinf.program.graph import Graph, Node, Value, graph_of, prune
-from jaxinf.program.kernel import Constant, Input, Operand
+from jaxinf.program.kernel import Constant, Input, Kernel
 from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, Prologue, make_prologue, typed_like
-from jaxinf.program.split import BodyBuilder, is_elementwise, refusal
+from jaxinf.program.split import BodyBuilder, is_elementwise, not_elementwise_error
 from jaxinf.program.state import (
     LeafKernel,
     PrologueState,
     ReadableState,
     StateLayout,
     StateSlot,
+    divide_state,
     find_prologue_state,
     float32_avals,
-    layout_of,
 )
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import AVERAGE, FLOAT32, PyTree
 
 
-class _Inputs(NamedTuple):
-    """The inputs of an update's prologue."""
-
+class _PrologueInputs(NamedTuple):
     gradients: tuple[Value, ...]
     params: tuple[Value, ...]
     scalar_state: tuple[Value, ...]
-    extra: tuple[Value, ...]
-    prologue_state: tuple[Value, ...]
+    extra_args: tuple[Value, ...]
+    slots: tuple[Value, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +53,12 @@ class UpdateProgram:
 
     Attributes:
       leaves: One per params leaf, in flattening order.
-      prologue_state: Stored state that the prologue needs; None if it needs none.
+      prologue_state: The slots that the prologue needs; None if it needs none.
     """
 
     leaves: tuple[LeafKernel, ...]
     _extra_args: ExtraArgs = field(repr=False)
-    _inputs: _Inputs = field(repr=False)
+    _inputs: _PrologueInputs = field(repr=False)
     _prologue: Prologue = field(repr=False)
     prologue_state: PrologueState | None = None
 
@@ -70,7 +68,8 @@ class UpdateProgram:
         params: Sequence[jax.Array],
         scalar_state: Sequence[jax.Array],
         extra_args: Mapping[str, Any] | None = None,
-        prologue_state: Sequence[jax.Array] = (),
+        *,
+        slots: Sequence[jax.Array] = (),
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """Computes the update's part outside the kernels; traceable; for jit.
 
@@ -79,18 +78,15 @@ class UpdateProgram:
         computed, and only arrays that are reduced are copied to float32.
 
         Args:
-          gradients, params: Flat leaves, each in its own dtype.
-          scalar_state: The flat state leaves that are not slots.
+          gradients, params: Leaves, each in its own dtype.
           extra_args: Arguments given to `trace_update`, with this step's values.
-          prologue_state: Arrays of the slots in `prologue_state`, if there are any.
+          slots: Arrays of the slots in `prologue_state`.
 
         Returns:
           The new scalar state and, per leaf, the inputs of its kernel.
         """
-        extra = self._extra_args.dynamic_values(extra_args or {})
-        return self._prologue(
-            [*gradients, *params, *scalar_state, *extra, *prologue_state]
-        )
+        extra = self._extra_args.input_values(extra_args or {})
+        return self._prologue([*gradients, *params, *scalar_state, *extra, *slots])
 
     @property
     def reads_gradients(self) -> bool:
@@ -100,20 +96,18 @@ class UpdateProgram:
     def passes(
         self, *, sliced: Set[int] = frozenset(), late: Set[str] = frozenset()
     ) -> Passes:
-        """Returns the prologue for gradients that arrive one by one.
+        """Returns the prologue for gradients that arrive one by one; see `Passes`.
 
-        Args:
-          sliced: Leaves whose gradients arrive in slices along leading axes.
-          late: Names of extra arguments that are known after the first pass only.
+        Extra arguments named in `late` are known after the first pass only.
         """
         inputs, stored = self._inputs, self.prologue_state
-        named = zip(inputs.extra, self._extra_args.dynamic, strict=True)
-        slots = zip(stored.leaves, stored.slots, strict=True) if stored else ()
+        named = zip(inputs.extra_args, self._extra_args.inputs, strict=True)
+        slots = stored.slots if stored else ()
         return Passes(
             self._prologue,
-            inputs.gradients,
-            inputs.params,
-            dict(zip(inputs.prologue_state, slots, strict=True)),
+            gradients=inputs.gradients,
+            params=inputs.params,
+            prologue_state=dict(zip(inputs.slots, slots, strict=True)),
             late={value for value, (name, _) in named if name in late},
             sliced=sliced,
         )
@@ -127,9 +121,9 @@ class UpdateProgram:
 
         Typed PRNG keys of the scalar state may be plain numbers.
         """
-        given = [*scalar_state, *self._extra_args.dynamic_values(extra_args or {})]
-        inputs = self._inputs.scalar_state + self._inputs.extra
-        pairs = zip(inputs, given, strict=True)
+        arrays = [*scalar_state, *self._extra_args.input_values(extra_args or {})]
+        inputs = self._inputs.scalar_state + self._inputs.extra_args
+        pairs = zip(inputs, arrays, strict=True)
         return {value: typed_like(array, value) for value, array in pairs}
 
 
@@ -140,7 +134,7 @@ class InitProgram:
     Attributes:
       leaves: One per params leaf.
       prologue: Makes the first scalar state and, per leaf, its kernel's inputs from
-        flat leaves, each in its own dtype; widened if they are needed. Traceable.
+        leaves, each in its own dtype. Traceable.
     """
 
     layout: StateLayout
@@ -149,27 +143,27 @@ class InitProgram:
 
     @property
     def needed_params(self) -> list[int]:
-        """Numbers of the leaves that the prologue needs, not only their shapes."""
+        """Numbers of the leaves whose elements the prologue needs, not only shapes."""
         read = self.prologue.read
         return [n for n, v in enumerate(self.prologue.inputs) if v in read]
 
     def compute(
         self, leaves: Sequence[Any]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """Runs the prologue, compiled; reads only the leaves that it needs.
+        """Runs the prologue, compiled.
 
         Args:
           leaves: The params' leaves, deferred or not; shapes of those not needed.
         """
-        given = {
+        needed = {
             n: leaf if isinstance(leaf := leaves[n], jax.Array) else np.asarray(leaf)
             for n in self.needed_params
         }
 
-        def run(given: dict[int, Any]) -> Any:  # others are not read
-            return self.prologue([given.get(n, x) for n, x in enumerate(leaves)])
+        def run(needed: dict[int, Any]) -> Any:  # others are not read
+            return self.prologue([needed.get(n, x) for n, x in enumerate(leaves)])
 
-        return jax.jit(run)(given)
+        return jax.jit(run)(needed)
 
 
 def trace_update(
@@ -187,113 +181,128 @@ def trace_update(
         float32 params and gradients in every case, because the master is float32.
       extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
         inputs of the program; other values (bool, str, callables) are fixed here.
-      may_read: The stored state that the prologue may read, if the update cannot be
-        divided otherwise; see `PrologueState`.
+      may_read: The slots that the prologue may read if the update cannot be divided
+        otherwise; see `PrologueState`.
 
     Raises:
       TypeError, ValueError: See `leaf_infos`; or the update needs arguments that are
         not given.
       UnsupportedTransformError: The update is not elementwise in stored state, or
-        has more than 64 KiB of state that is not stored per leaf.
+        has more than 64 KiB of scalar state.
     """
     tx = optax.with_extra_args_support(tx)
     avals = float32_avals(params)
-    layout = layout_of(jax.eval_shape(tx.init, avals), avals)
+    layout = divide_state(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
-    infos = leaf_infos(params)
     try:
         closed = _update_jaxpr(tx, avals, layout, extra)
     except TypeError as error:
         raise with_missing_arguments(error) from None
+    infos = leaf_infos(params)
     try:
-        return _divided(closed, layout, extra, infos, None)
+        return _divide(closed, layout, infos, extra, None)
     except UnsupportedTransformError:
         for prologue_state in find_prologue_state(layout, may_read):
             with contextlib.suppress(UnsupportedTransformError):
-                return _divided(closed, layout, extra, infos, prologue_state)
+                return _divide(closed, layout, infos, extra, prologue_state)
         raise
 
 
 def trace_init(tx: optax.GradientTransformation, params: PyTree) -> InitProgram:
-    """Traces ``tx.init`` on float32 params and divides it.
-
-    Raises as `trace_update`.
-    """
+    """Traces ``tx.init`` on float32 params and divides it; raises as `trace_update`."""
     infos, avals = leaf_infos(params), float32_avals(params)
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(avals)
-    layout = layout_of(state, avals)
+    layout = divide_state(state, avals)
     graph = graph_of(closed)
     leaves, builders = [], []
-    for info, slots, own in zip(infos, layout.slots, graph.inputs, strict=True):
-        builder = BodyBuilder(info, {own: Input("params", 0, FLOAT32)})
-        first = [builder.operand(graph.results[slot.state_index]) for slot in slots]
-        leaves.append(LeafKernel(info, slots, builder.kernel(slots, None, first)))
+    triples = zip(infos, layout.slots, graph.inputs, strict=True)
+    for info, slots, params_input in triples:
+        builder = BodyBuilder(info, {params_input: Input("params", 0, FLOAT32)})
+        new_slots = [builder.operand(graph.results[slot.state_index]) for slot in slots]
+        kernel = builder.kernel(slots, update=None, new_slots=new_slots)
+        leaves.append(LeafKernel(info, slots, kernel))
         builders.append(builder)
     scalar_state = [graph.results[index] for index in layout.scalar_indices]
     prologue = make_prologue(graph.nodes, graph.inputs, scalar_state, builders)
     return InitProgram(layout, tuple(leaves), prologue)
 
 
-def _divided(
+def _divide(
     closed: compat.ClosedJaxpr,
     layout: StateLayout,
-    extra: ExtraArgs,
     infos: Sequence[LeafInfo],
+    extra: ExtraArgs,
     prologue_state: PrologueState | None,
 ) -> UpdateProgram:
-    num, num_state = len(infos), len(layout.avals)
-    leaf_of: dict[StateSlot, int] = {}
-    if prologue_state is not None:
-        pairs = zip(prologue_state.slots, prologue_state.leaves, strict=True)
-        leaf_of = dict(pairs)
-    stored = {
-        2 * num + slot.state_index
-        for slots in layout.slots
-        for slot in slots
-        if slot not in leaf_of
-    }
-    graph = graph_of(closed, stored)
-    state = graph.inputs[2 * num : 2 * num + num_state]
-    new_state = graph.results[num:]
-    scalar_state = [new_state[index] for index in layout.scalar_indices]
-    for path, value in zip(layout.scalar_paths, scalar_state, strict=True):
-        if value.stored:
-            raise refusal(f"optimizer state{path}", value)
-    read_first = {state[slot.state_index]: leaf for slot, leaf in leaf_of.items()}
-    local = _local_values(graph, infos, read_first)
+    num, end = len(infos), 2 * len(infos) + len(layout.avals)
+    read_first = prologue_state.slots if prologue_state else ()
+    leaf_of = {slot.state_index: leaf for leaf, slot in read_first}
+    indices = {slot.state_index for slots in layout.slots for slot in slots}
+    graph = graph_of(closed, {2 * num + index for index in indices - {*leaf_of}})
+    gradients, params = graph.inputs[:num], graph.inputs[num : 2 * num]
+    state, new_state = graph.inputs[2 * num : end], graph.results[num:]
+    scalar_state = _new_scalar_state(layout, new_state)
+    read_slots = {state[index]: leaf for index, leaf in leaf_of.items()}
+    local = _local_values(graph, infos, read_slots)
     nodes = prune(graph.nodes, graph.results)
-    uses = _uses(nodes, graph.results)
+    uses = _count_uses(nodes, graph.results)
     leaves, builders = [], []
-    for index, (info, slots) in enumerate(zip(infos, layout.slots, strict=True)):
+    for number, (info, slots) in enumerate(zip(infos, layout.slots, strict=True)):
         inputs = {
-            graph.inputs[index]: Input("gradient", 0, FLOAT32),
-            graph.inputs[num + index]: Input("params", 0, FLOAT32),
+            gradients[number]: Input("gradient", 0, FLOAT32),
+            params[number]: Input("params", 0, FLOAT32),
         }
-        own = [Input("slot", n, slot.dtype) for n, slot in enumerate(slots)]
-        places = [slot.state_index for slot in slots]
-        inputs |= zip([state[place] for place in places], own, strict=True)
-        builder = BodyBuilder(info, inputs, local.get(index, set()))
-        update: Operand | None = builder.operand(graph.results[index])
-        new: list[Operand] = [builder.operand(new_state[place]) for place in places]
-        if isinstance(update, Constant) and np.all(update.value == 0):
-            update = None  # and the average of frozen params are these
-            triples = zip(slots, own, new, strict=True)
-            new = [old if slot.name == AVERAGE else n for slot, old, n in triples]
-        reduced = builder.also_used_by(nodes) if read_first else ()
-        flags = _reciprocals(builder, uses)
-        kernel = builder.kernel(slots, update, new, flags, reduced)
+        for index, slot in enumerate(slots):
+            inputs[state[slot.state_index]] = Input("slot", index, slot.dtype)
+        builder = BodyBuilder(info, inputs, local.get(number, set()))
+        new_slots = [new_state[slot.state_index] for slot in slots]
+        results = graph.results[number], *new_slots
+        reduced_by = nodes if read_slots else ()
+        kernel = _build_kernel(builder, slots, results, uses, reduced_by)
         leaves.append(LeafKernel(info, slots, kernel))
         builders.append(builder)
-    groups = _Inputs(
-        graph.inputs[:num],
-        graph.inputs[num : 2 * num],
+    groups = _PrologueInputs(
+        gradients,
+        params,
         tuple(state[index] for index in layout.scalar_indices),
-        graph.inputs[2 * num + num_state :],
-        tuple(read_first),
+        graph.inputs[end:],
+        tuple(read_slots),
     )
     flat = [value for group in groups for value in group]
     prologue = make_prologue(graph.nodes, flat, scalar_state, builders)
     return UpdateProgram(tuple(leaves), extra, groups, prologue, prologue_state)
+
+
+def _new_scalar_state(layout: StateLayout, new_state: Sequence[Value]) -> list[Value]:
+    values = [new_state[index] for index in layout.scalar_indices]
+    for path, value in zip(layout.scalar_paths, values, strict=True):
+        if value.stored:
+            raise not_elementwise_error(f"optimizer state{path}", value)
+    return values
+
+
+def _build_kernel(
+    builder: BodyBuilder,
+    slots: Sequence[StateSlot],
+    results: Sequence[Value],
+    uses: Mapping[Value, int],
+    reduced_by: Sequence[Node],
+) -> Kernel:
+    """Makes a leaf's kernel from its update and its new slots, the `results`."""
+    update, *new_slots = map(builder.operand, results)
+    reduced = builder.equations_used_by(reduced_by)
+    if isinstance(update, Constant) and np.all(update.value == 0):
+        update = None
+        for index, slot in enumerate(slots):
+            if slot.name == AVERAGE:  # that of frozen params stays
+                new_slots[index] = Input("slot", index, slot.dtype)
+    return builder.kernel(
+        slots,
+        update=update,
+        new_slots=new_slots,
+        reciprocals=_reciprocals(builder, uses),
+        reduced=reduced,
+    )
 
 
 def _update_jaxpr(
@@ -302,7 +311,7 @@ def _update_jaxpr(
     layout: StateLayout,
     extra: ExtraArgs,
 ) -> compat.ClosedJaxpr:
-    """Inputs: gradients, params, state, extra args; outputs: updates, new state."""
+    """Traces an update from gradients, params, state, extra args to updates, state."""
     leaves, treedef = jax.tree.flatten(params)
     num, num_state = len(leaves), len(layout.avals)
 
@@ -316,23 +325,16 @@ def _update_jaxpr(
             **extra.rebuild(flat[2 * num + num_state :]),
         )
         new_leaves = _state_leaves(new_state, layout)
-        return [*_update_leaves(updates, treedef, leaves), *new_leaves]
+        flat_updates = [
+            jnp.zeros(aval.shape, FLOAT32)
+            if leaf is None
+            else jnp.broadcast_to(jnp.asarray(leaf).astype(FLOAT32), aval.shape)
+            for leaf, aval in zip(treedef.flatten_up_to(updates), leaves, strict=True)
+        ]
+        return [*flat_updates, *new_leaves]
 
-    given = [aval for _, aval in extra.dynamic]
-    avals = [*leaves, *leaves, *layout.avals, *given]
-    return jax.make_jaxpr(update)(*avals)
-
-
-def _update_leaves(updates: PyTree, treedef: Any, avals: Sequence[Any]) -> list[Any]:
-    """Returns the updates as float32 in the leaves' shapes; zero if there is none."""
-
-    def of(leaf: Any, aval: Any) -> Any:
-        if leaf is None:
-            return jnp.zeros(aval.shape, FLOAT32)
-        return jnp.broadcast_to(jnp.asarray(leaf).astype(FLOAT32), aval.shape)
-
-    flat = treedef.flatten_up_to(updates)
-    return [of(leaf, aval) for leaf, aval in zip(flat, avals, strict=True)]
+    extra_avals = [aval for _, aval in extra.inputs]
+    return jax.make_jaxpr(update)(*leaves, *leaves, *layout.avals, *extra_avals)
 
 
 def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
@@ -356,31 +358,31 @@ def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
 
 
 def _local_values(
-    graph: Graph, infos: Sequence[LeafInfo], read_first: Mapping[Value, int]
+    graph: Graph, infos: Sequence[LeafInfo], read_slots: Mapping[Value, int]
 ) -> dict[int, set[Value]]:
-    """Returns values of 0-d leaves that are elementwise in their own inputs.
+    """Returns values of 0-d leaves that are elementwise in the leaf's inputs.
 
     Shapes cannot tell these values from the prologue's scalars; in the body they
     read the master params, and the body is that of other leaves.
     """
     num, mixed = len(infos), -1
-    own = {value: n % num for n, value in enumerate(graph.inputs[: 2 * num])}
-    own |= read_first
-    found = {value: leaf for value, leaf in own.items() if not infos[leaf].shape}
+    leaf_of = {value: n % num for n, value in enumerate(graph.inputs[: 2 * num])}
+    leaf_of |= read_slots
+    leaf_of = {value: leaf for value, leaf in leaf_of.items() if not infos[leaf].shape}
     for node in graph.nodes:
-        sources = {found[value] for value in node.inputs if value in found}
-        if sources:
-            only = sources - {mixed}
-            is_local = len(only) == 1 and is_elementwise(node)
-            found |= dict.fromkeys(node.outputs, only.pop() if is_local else mixed)
+        leaves = {leaf_of[value] for value in node.inputs if value in leaf_of}
+        if leaves:
+            leaves -= {mixed}
+            is_local = len(leaves) == 1 and is_elementwise(node)
+            leaf_of |= dict.fromkeys(node.outputs, leaves.pop() if is_local else mixed)
     local: dict[int, set[Value]] = {}
-    for value, leaf in found.items():
+    for value, leaf in leaf_of.items():
         local.setdefault(leaf, set()).add(value)
     return local
 
 
-def _uses(nodes: Sequence[Node], results: Sequence[Value]) -> Mapping[Value, int]:
-    """Counts the uses of each value as an operand or an output of needed nodes.
+def _count_uses(nodes: Sequence[Node], results: Sequence[Value]) -> Mapping[Value, int]:
+    """Counts the uses of each value as an operand or a result.
 
     As XLA does, which drops what has no elements before it looks at them.
     """
@@ -396,7 +398,7 @@ def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool,
         return ()
     divisors = {e.inputs[1] for e in builder.equations if e.op == "div"}
     flags = tuple(
-        builder.scalar(index) in divisors and uses[value] == 1
+        builder.scalar_input(index) in divisors and uses[value] == 1
         for index, value in enumerate(builder.scalars)
     )
     return flags if any(flags) else ()
