@@ -75,8 +75,11 @@ def _streams(card: CardKernel) -> dict[str, list[str]]:
     num_slots, extents = len(card.slots), card.extents
     coded = card.slots if card.state == "int8" else ()
     checksums = f"read[{len(extents)}]", f"written[{len(extents)}]"
-    slots = [f"slots[{num_slots}]"] if num_slots else []
-    new_slots = [f"new_slots[{num_slots}]"] if num_slots else []
+    inputs = ["gradient_beats", "params_beats"]
+    results = ["new_params_beats", "out_beats"]
+    if num_slots:
+        inputs.append(f"slots[{num_slots}]")
+        results.append(f"new_slots[{num_slots}]")
     return {
         "Words": [*checksums, "finite", "valid"],
         "Wides": [
@@ -87,10 +90,7 @@ def _streams(card: CardKernel) -> dict[str, list[str]]:
             *(f"new_{extent}_words" for extent in extents),
             "out_words",
         ],
-        "Beats": [
-            *("gradient_beats", "params_beats", *slots),
-            *("new_params_beats", "out_beats", *new_slots),
-        ],
+        "Beats": [*inputs, *results],
         "WaitingBeats": [f"{slot}_waiting" for slot in coded],
         "BlockHeaders": [f"{slot}_headers" for slot in coded],
     }
