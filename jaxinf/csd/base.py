@@ -120,9 +120,6 @@ class KernelNeed:
 class CsdBuffer(Protocol):
     """Memory of the processor beside the drive, taken from the engine's budget."""
 
-    @property
-    def num_bytes(self) -> int: ...
-
     def release(self) -> None:
         """Returns the memory; its views must no longer be used."""
         ...
@@ -158,19 +155,11 @@ class Csd(Protocol):
         ...
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Drive → buffers.
-
-        Raises:
-          StoreIOError: naming file, offset and errno.
-        """
+        """Drive → buffers; a `StoreIOError` names file, offset and errno."""
         ...
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Buffers → drive; complete but not yet durable on return.
-
-        Raises:
-          StoreIOError, StoreSpaceError: naming file, offset and errno.
-        """
+        """Buffers → drive; complete but not yet durable on return. Raises as `read`."""
         ...
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
@@ -217,18 +206,12 @@ class CsdFleet(Protocol):
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Refuses needs that this kind of CSD cannot meet, before anything is written.
 
-        Raises:
-          CsdError, UnsupportedTransformError: names the leaf and the missing kernel,
-            form of state or compiler; gives the remedy.
+        A `CsdError` or `UnsupportedTransformError` names the leaf and the remedy.
         """
         ...
 
     def check_buffer(self, num_bytes: int, num_elements: int) -> None:
-        """Refuses subgroups that are too long for a card's memory.
-
-        Raises:
-          CsdError: gives the length, the memory and the remedy.
-        """
+        """Refuses subgroups that are too long for a card's memory by a `CsdError`."""
         ...
 
     def attach(

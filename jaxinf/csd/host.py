@@ -85,21 +85,12 @@ class _HostBuffer:
     memory: Buffer
     checksums: dict[int, int | None] = field(default_factory=dict)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.num_bytes
-
     def release(self) -> None:
         self.memory.release()
 
 
 class HostCsd:
-    """See `jaxinf.csd.Csd`. Thread-safe.
-
-    Args:
-      memory: where buffers come from; CSDs of one store share it.
-      meters: counts the drive's bytes.
-    """
+    """See `jaxinf.csd.Csd`; CSDs of one store share `memory`. Thread-safe."""
 
     is_host = True
 

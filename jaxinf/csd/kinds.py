@@ -107,7 +107,6 @@ def open_csds(
       roots: existing directories, one for each CSD, on the drives for the chunks.
       memory_bytes: memory for buffers: on the host for all CSDs together, on cards for
         each, including the host memory for that card.
-      meters: counts the drives' bytes.
 
     Raises:
       CsdError: a CSD is missing or not set up; names it and the remedy.

@@ -192,11 +192,9 @@ class CardKernel:
         """Returns the scalar arguments as signed 32-bit integers, as pyxrt needs them.
 
         Args:
-          rounding_key: key of the random bits; slot i rounds with
-            ``rounding_key + 1 + i``, as on the host.
+          rounding_key: slot i rounds with ``rounding_key + 1 + i``, as on the host.
           rounding_first: number of the subgroup's first element in its chunk.
-          scalars: 0-d, the prologue's results.
-          num_selected: number of elements that top-k sends; 0 without top-k.
+          num_selected: number of elements that top-k sends.
         """
         assert 0 < num_elements < 1 << 31, self.name
         words = [num_elements, *([num_selected] if self.is_sparse else [])]

@@ -51,7 +51,7 @@ def transfers_of(directory, csd, lengths=LENGTHS, file_offset=PAGE, length_of=No
     """
     result, first = [], 0
     buffer = csd.acquire(sum(map(pages, lengths)))
-    noise = np.random.default_rng(0).integers(1, 256, buffer.num_bytes)
+    noise = np.random.default_rng(0).integers(1, 256, buffer.memory.num_bytes)
     buffer.memory.array[:] = noise.astype(np.uint8)
     for number, length in enumerate(lengths):
         extent = Extent(np.dtype(np.uint8), length, file_offset, first)

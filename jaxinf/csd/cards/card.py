@@ -42,10 +42,7 @@ RUN_TIMEOUT_S = 60.0
 class CardCsd:
     """See `jaxinf.csd.Csd`. Thread-safe.
 
-    Args:
-      root: directory of the chunk files; must exist.
-      meters: counts the drive's bytes.
-      buffered: whether files go through the page cache where direct I/O is refused.
+    If `buffered`, files go through the page cache where direct I/O is refused.
     """
 
     is_host = False  # a wait for the card can be interrupted, and the card goes on

@@ -58,11 +58,7 @@ class CardMemory:
         return self._peak_lent * self._buffer_bytes
 
     def acquire(self, num_bytes: int) -> "CardBuffer | None":
-        """Returns a free buffer or None; never waits for one.
-
-        Raises:
-          CsdError: the card has no room for a single buffer.
-        """
+        """Returns a free buffer or None; refuses a card without room for one."""
         assert num_bytes <= self._state_bytes
         with self._lock:
             buffer = self._idle.pop() if self._idle else self._allocate_if_room()
@@ -148,10 +144,6 @@ class CardBuffer:
     checksums: dict[int, int] = field(default_factory=dict)
     host_copies: dict[int, Array] = field(default_factory=dict)
     is_lent: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.state.array.size
 
     def release(self) -> None:
         self.memory.take_back(self)

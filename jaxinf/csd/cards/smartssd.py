@@ -96,10 +96,8 @@ def _find_devices(roots: Sequence[Path], num_devices: int | None) -> list[str | 
 class CardFleet:
     """See `jaxinf.csd.CsdFleet`: one card for each root, each with its own memory.
 
-    Args:
-      cards: in the roots' order, with the xclbin loaded.
-      memory_bytes: limit for each card: its state in card memory, and the gradients and
-        results that the host maps for it.
+    `memory_bytes` limits each card: its state in card memory, and the gradients and
+    results that the host maps for it.
     """
 
     def __init__(

@@ -143,9 +143,6 @@ class XrtCard:
         Args:
           buffers: pyxrt buffers for the pointers, which come first.
           words: signed 32-bit integers for the scalars.
-
-        Raises:
-          CsdError: the run failed, or did not end in time.
         """
         loaded = self.kernel(kernel)
         try:
@@ -219,9 +216,7 @@ _OPEN_LOCK = threading.Lock()
 def open_card(device: str | int, xclbin: Path) -> XrtCard:
     """Returns a card of this machine, opened once in a process, as XRT demands.
 
-    Raises:
-      CsdError: as `XrtCard`, or the card is open with another xclbin; loading this one
-        would unmap the buffers in use.
+    Loading another xclbin would unmap the buffers in use, and is refused.
     """
     with _OPEN_LOCK:
         if device not in _OPEN:
