@@ -60,7 +60,6 @@ def bind_optimizer(
     """Binds a store to an optimizer and a tree; may make the store.
 
     Args:
-      may_create: whether to make the store if there is none.
       uses_budget: whether the memory budget of `open_store` must hold its state.
 
     Returns:
@@ -69,7 +68,6 @@ def bind_optimizer(
     Raises:
       StoreMismatchError: the store has another content; shows the difference.
       StoreSpaceError: there is no room; nothing was written.
-      ValueError: the budget is too small for this optimizer's state.
       StaleStateError: there is no store, and none may be made here.
     """
     with engine.binding_lock:

@@ -39,10 +39,6 @@ def divide_store(
       shardings: a tree of ``NamedSharding`` like the params, as the run will have them.
       csd_roots: CSD roots for another number of processes, in which ``{process}`` is
         its number; by default the present ones.
-
-    Raises:
-      ValueError: a sharding does not suit its leaf, or a CSD root is wrong.
-      StoreError, ProcessError: as `jaxinf.store.copy_step`, in all processes.
     """
     path = Path(path).expanduser().absolute()
     group = join_group(path)

@@ -80,7 +80,6 @@ def _check_count(path: Path, num_members: int, group: Group) -> None:
 
 
 def check_place(path: Path, group: Group) -> None:
-    """Refuses a path that is neither a store nor a place for one."""
     check_writable(path)
     if not path.exists() or has_store(path):
         return
@@ -106,12 +105,8 @@ def open_engine(
 ) -> Engine:
     """Locks and opens the store of a run, if there is one.
 
-    Returns:
-      An engine without files if there is no store, or if its creation was interrupted:
-      the remains are locked, and `bind_optimizer` makes the store again.
-
-    Raises:
-      StoreError: as `jaxinf.open_store` documents. The lock is released.
+    The engine has no files if there is no store, or if its creation was interrupted:
+    the remains are locked, and `bind_optimizer` makes the store again.
     """
     engine, path = Engine(options, group, path_lock), options.path
     check_place(path, group)

@@ -21,14 +21,10 @@ from jaxinf.store import (
 from jaxinf.terminal import check_choice
 from jaxinf.transfer import existing_parent
 
+# Arguments of `jaxinf.open_store`, which describes them.
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
-"""The steps after which to commit; see `jaxinf.open_store`."""
-
 MasterChoice: TypeAlias = Literal["auto", "none"]
-"""The form of the master params; see `jaxinf.open_store`."""
-
 KeepSteps: TypeAlias = int | tuple[int, int]
-"""The interval and the number of the kept steps; see `jaxinf.open_store`."""
 
 MIN_WORKERS, WORKERS_PER_DRIVE = 4, 2
 """Workers, each of which has one request at a drive at a time."""

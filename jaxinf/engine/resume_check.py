@@ -51,13 +51,9 @@ class ResumeCheck:
             raise stale_state_error(self._files, step)
 
     def compare(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
-        """Compares a leaf, or a shard of it, with the step; blocks. Thread-safe.
+        """Compares a leaf, or a shard at an origin, with the step; blocks. Thread-safe.
 
         A leaf that the record calls inexact may differ by as much as it says.
-
-        Args:
-          params: params on the JAX device, in their own dtype; only read.
-          origin: index in the leaf of the array's first element.
         """
         if self._differing_leaf:
             return
