@@ -54,7 +54,6 @@ class Verify:
         return for_each_member(self.store, self._verify, as_json=self.json)
 
     def _verify(self, path: Path) -> bool:
-        """Verifies a store, and prints; returns whether there is no damage."""
         damages: dict[str, list[Damage]] = {}
         with open_committed(path) as (directory, step):
             seen: dict[tuple[int, int], int] = {}

@@ -192,7 +192,6 @@ def export_huggingface(
 
 
 def _architecture(step: CommittedStep) -> tuple[Architecture, str]:
-    """Returns the model that the commit names, and its head's task."""
     record = committed_architecture(step)
     if record.get("model") not in FAMILIES:
         raise ExchangeError(

@@ -134,9 +134,8 @@ def export_safetensors(
     Raises:
       FileExistsError: the destination exists.
       ExchangeError: the step has no average.
-      StoreSpaceError: there is no room; nothing was written.
-      StoreCorruptError: a chunk is damaged.
-      StoreError: the step cannot be read, or the destination not written.
+      StoreError: there is no room, a chunk is damaged, the step cannot be read, or the
+        destination not written.
     """
     tensors = param_arrays(step, average=average)
     metadata = {"format": "flax", "step": str(step.commit.step)}

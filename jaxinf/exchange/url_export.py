@@ -67,12 +67,11 @@ class ObjectStore:
       stop: once it is set, methods raise ExchangeError.
 
     Attributes:
-      where: the URL, for messages.
+      where: the URL as it may be shown.
       directory: the directory of a ``file://`` URL.
 
     Raises:
-      ExchangeError: the URL is of another kind; nothing was read or written. Methods
-        raise it, too, if the place refuses the action.
+      ExchangeError: the URL is of another kind, or the place refuses an action.
     """
 
     def __init__(self, url: str, stop: threading.Event | None = None) -> None:
@@ -248,9 +247,7 @@ def export_url(
     Raises:
       ExchangeError: the place cannot be used, or has another export or other objects.
       ValueError: too little memory; says how much is needed.
-      StoreSpaceError: there is no room.
-      StoreCorruptError: a chunk is damaged.
-      StoreError: the step cannot be read.
+      StoreError: there is no room, a chunk is damaged, or the step cannot be read.
     """
     manifest, options = step.manifest, options or ExportOptions()
     place, chunks = ObjectStore(url, options.stop), list(manifest.held_chunks())
@@ -365,8 +362,7 @@ def export_source(url: str, memory_bytes: int = TRANSIT_BYTES) -> CopySource:
     """Returns the step of an `export_url`, whose objects are all there; blocks.
 
     Raises:
-      ExchangeError: there is no export, it was interrupted, or objects are gone or
-        torn; names them.
+      ExchangeError: there is no whole export; names objects that are gone or torn.
       StoreFormatError: its manifest or record is of another format.
       ValueError: too little memory; says how much is needed.
     """

@@ -42,7 +42,6 @@ class RunNeeds:
     """The needs of a run in one process at its peak, and the traffic of a step.
 
     Attributes:
-      num_params: number of params of the whole model.
       num_drives: number of drives that share the store's bytes.
       host_bytes: host memory, beside up to 600 MB of the process itself.
       device_bytes: memory of a JAX device that has its own; else 0.
@@ -96,7 +95,6 @@ def count_needs(
 
 
 def _program_bytes(config: TrainConfig, batch: Batch | None) -> tuple[int, int]:
-    """Counts the bytes of the programs of a step, and those of its gradients."""
     graphdef, params = config.abstract
     leaves = jax.tree.leaves(mask_frozen(config.frozen, params))
     gradients = FLOAT32.itemsize * sum(leaf.size for leaf in leaves)

@@ -79,7 +79,6 @@ class Devices:
 
 
 def find_devices(config: TrainConfig) -> Devices:
-    """Returns the devices of a run whose processes are connected."""
     if config.distributed is None or jax.device_count() == 1:
         return Devices()
     return Devices(Mesh(np.array(jax.devices()), (_AXIS,)), config.fsdp)

@@ -29,12 +29,7 @@ _MIN_BATCHES, _MAX_BATCHES = 4, 64
 
 
 class Evaluation(NamedTuple):
-    """Means over the held-out data.
-
-    Attributes:
-      loss: cross entropy in nats per token or label.
-      accuracy: share of tokens or labels that the model ranked first.
-    """
+    """Means over held-out tokens or labels: nats, and the share ranked first."""
 
     loss: float
     accuracy: float

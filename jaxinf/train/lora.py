@@ -45,7 +45,6 @@ class Lora:
     alpha: float = DEFAULT_ALPHA
 
     def has_adapter(self, path: str, leaf: Any) -> bool:
-        """Whether the leaf of a path is a layer's matrix and has an adapter."""
         if not path.endswith("/kernel") or len(leaf.shape) != 2:
             return False
         return matches_any(path, self.patterns) and not matches_any(path, _HEADS)

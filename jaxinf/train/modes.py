@@ -47,11 +47,8 @@ from jaxinf.typing import DeferredArray, PyTree
 class StepResult(NamedTuple):
     """The results of a step, whose commit may still be in flight.
 
-    Attributes:
-      loss: loss of the batch before the update.
-      norm: norm of all gradients; None if they never exist at once.
-      is_skipped: whether a gradient was not finite.
-      stream: bytes and waiting times of a streamed step, by name.
+    The loss is that of the batch before the update. The norm is None if gradients never
+    exist at once, as in a streamed step, whose metrics are `stream`.
     """
 
     loss: float

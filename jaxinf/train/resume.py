@@ -74,9 +74,6 @@ def check_resumable(
 ) -> tuple[int, list[str]]:
     """Checks that a command may go on with the run of a commit.
 
-    Args:
-      identity: the identity of this command's run.
-
     Returns:
       The number of batches that the run has done, and the settings that change.
 

@@ -52,9 +52,7 @@ def stop_number(group: Group, step: int, requests: list[int]) -> int:
     others cannot begin the step after it before they can see that, since a step ends in
     all processes together.
 
-    Args:
-      step: the number of the step that would begin.
-      requests: the signal that this process has got, if any.
+    `step` would begin now; `requests` are the signals that this process has got.
     """
     if group.is_alone:
         return requests[0] if requests else 0

@@ -36,7 +36,6 @@ class Example(NamedTuple):
     """One example, as text.
 
     Attributes:
-      where: file and line or row.
       kind: ``dialogue`` for prompts and messages.
       texts: the text, the text and its pair, or the prompt and its response; UTF-8 if
         it is bytes.

@@ -92,12 +92,9 @@ def _format_of(path: Path) -> str:
 
 
 class Record(NamedTuple):
-    """One record.
+    """A record of a file and line, or row; a text file is one with a field of bytes.
 
-    Attributes:
-      where: file and line, or file and row, for the beginning of an error.
-      fields: fields by name. A plain text file is one record with one field of bytes.
-      unread: names of a table's other columns.
+    The names of a table's other columns are `unread`.
     """
 
     where: str

@@ -33,11 +33,7 @@ ImageShape: TypeAlias = tuple[int, int, int]
 
 
 class _Image(NamedTuple):
-    """An image that is not read yet.
-
-    Attributes:
-      digest: SHA-256 of class, name and length, so that no files are read at the start.
-    """
+    """An image that is not read yet; the digest is of class, name and length."""
 
     digest: bytes
     path: Path

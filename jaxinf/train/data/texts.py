@@ -193,7 +193,6 @@ class _Reader:
         return examples
 
     def _problem(self, first: Example, example: Example, flag: str) -> str:
-        """Returns why an example does not suit the run; nothing if it does."""
         kind, kinds = example.kind, _KINDS[self.task]
         if kind != first.kind:
             return (
@@ -273,7 +272,6 @@ class _Reader:
         return sorted(kept, key=lambda parts: [part.digest() for part in parts])
 
     def make_rows(self, examples: _Examples, seq_len: int, name: str) -> forms.Rows:
-        """Returns the rows of examples in the form of their kind and task."""
         pad, parts = self.tokenizer.pad, [example[0] for example in examples]
         if self.kind == "text":
             is_causal = self.task == "causal-lm"
@@ -303,7 +301,8 @@ class _Reader:
     ) -> str:
         """Counts what was read, and the tokens of both parts."""
         classes = "" if num_labels is None else f" of {num_labels:,} classes"
-        noun = "examples" if self.kind == "dialogue" else "texts"
+        noun = "example" if self.kind == "dialogue" else "text"
+        noun += "s" * (self.num_read > 1)
         unit = "bytes" if self.tokenizer.name == "bytes" else "tokens"
         num_train, num_validation = (
             sum(part.tokens.size for part in chain(*half))

@@ -62,14 +62,12 @@ class FolderTokenizer:
 
     Attributes:
       vocab_size: one more than the largest id of a text.
-      end: id of the end of a document, or None.
-      mask: id of the mask, or None.
+      end, mask: ids of the end of a document and of the mask, or None.
       start: id at the beginning of an answer, for a decoder.
       pad: id for padding, which has no effect.
       special: ids that are no text.
       adds_end: whether it adds the end to a whole text itself.
       fingerprint: text that changes whenever ids may change.
-      has_template: whether it has a form of conversations.
     """
 
     def __init__(self, path: Path) -> None:
