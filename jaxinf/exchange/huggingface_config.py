@@ -174,6 +174,7 @@ def _check_field(family: Family, name: str, value: Any) -> None:
 
 
 def read_config_file(path: Path) -> Architecture:
+    """Reads a config.json, beside which there may be no weights."""
     what, remedy = "a config.json of Hugging Face", "check the path, or copy it anew"
     document = read_json_document(path, dict[str, Any], what, remedy)
     return read_config(document, where=str(path))
