@@ -44,8 +44,13 @@ def load_function(source: str, level: str, compiler: str | None = None) -> Any:
     if compiler is None:
         raise toolchain.CompilerError(toolchain.NO_COMPILER)
     key = toolchain.library_key(source, compiler, level)
-    compile_ = functools.partial(_compile, source, level=level, compiler=compiler)
-    return load_library(cached_library(key, compile_)).jaxinf_entry
+
+    def compile_to(output: Path) -> None:
+        text = output.with_suffix(".cpp")
+        text.write_text(source)
+        toolchain.compile_source(text, output, compiler=compiler, level=level)
+
+    return load_library(cached_library(key, compile_to)).jaxinf_entry
 
 
 def load_helper(path: Path) -> Any:
@@ -109,12 +114,6 @@ def open_prebuilt(level: str) -> ctypes.CDLL | None:
             f"{error}; this installation of jaxinf is for another system, or damaged; "
             "run: pip install --force-reinstall --no-deps PATH (a wheel or a checkout)"
         ) from error
-
-
-def _compile(source: str, output: Path, *, level: str, compiler: str) -> None:
-    text = output.with_suffix(".cpp")
-    text.write_text(source)
-    toolchain.compile_source(text, output, compiler=compiler, level=level)
 
 
 def _write(path: Path, compile_: Callable[[Path], None]) -> None:

@@ -38,7 +38,6 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _CPU_FLAGS = {"x86-64-v4": frozenset(_V4.split()), "x86-64-v3": frozenset(_V3.split())}
-_AS_NEEDED = ("-Wl,--as-needed", "-lm")
 _ZIG_CPUS = {"x86-64": "x86_64", "armv8-a": "generic"}
 
 # Only explicit fused multiply-adds in the source; the compiler adds none. Nothing needs
@@ -148,7 +147,8 @@ def compile_source(
     command = [*compiler_command(compiler, level, target), *_FLAGS]
     compile_ = [*command, f"-I{INCLUDE}", str(source)]
     if not is_zig(compiler):
-        run_compiler([*compile_, "-shared", "-s", *_AS_NEEDED, "-o", str(output)])
+        link = ["-shared", "-s", "-Wl,--as-needed", "-lm", "-o", str(output)]
+        run_compiler([*compile_, *link])
         return
     # In one call Zig would compile its C++ library first, which takes a minute.
     code = output.with_suffix(".o")

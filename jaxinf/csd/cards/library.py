@@ -82,10 +82,7 @@ def load_runtime() -> Any:
 class XrtLibrary:
     """The part of pyxrt's module that `jaxinf.csd.cards.xrt` uses.
 
-    Raises:
-      OSError: the library cannot be loaded.
-      AttributeError: it lacks a function: its release is older than 2021.1, or newer
-        than those known here.
+    An `AttributeError` means a release older than 2021.1, or newer than those known.
     """
 
     def __init__(self, path: Path) -> None:
