@@ -19,11 +19,11 @@ from jaxinf.engine.description import (
 from jaxinf.engine.dispatched import wait_for_dispatched
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.opening import (
+    attach_steps,
     check_place,
     check_summaries,
     contents_summary,
     has_store,
-    open_in_all,
     open_steps,
 )
 from jaxinf.engine.step_runner import StepRunner
@@ -122,7 +122,7 @@ def _make_store(
         contents = "params, mesh, shardings and optimizer"
         check_summaries(group, summaries, contents=contents)
     create = partial(_create_files, engine, description, uses_budget=uses_budget)
-    open_in_all(engine, "init", create)
+    attach_steps(engine, "init", create)
 
 
 def _create_files(

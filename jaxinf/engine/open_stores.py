@@ -158,7 +158,7 @@ def _open_locked(
 ) -> Store:
     what = "the options of open_store"
     options = group.in_all(what, partial(_parse_options, path, arguments))
-    if (store := _open_at(path)) is not None:
+    if (store := _get_open(path)) is not None:
         engine = engine_of(store)
         error = engine.health.error
         if error is None:
@@ -210,16 +210,16 @@ def _check_same_options(
             )
 
 
-def _open_at(path: Path) -> Store | None:
+def _get_open(path: Path) -> Store | None:
     store = _open_stores.get(path.resolve())
     return None if store is None or engine_of(store).health.is_closed else store
 
 
 def _find_open(path: Path) -> Store | None:
     """Returns the open store of a path, or this process's member of a run there."""
-    program, store = all_processes("program"), _open_at(path)
+    program, store = all_processes("program"), _get_open(path)
     if store is None and not program.is_alone:
-        store = _open_at(path / member_name(program.number))
+        store = _get_open(path / member_name(program.number))
     return store
 
 

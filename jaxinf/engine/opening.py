@@ -123,12 +123,12 @@ def open_engine(
     with contextlib.ExitStack() as undo:
         undo.callback(engine.release_lock)
         step = _common_step(group, path, group.gather("open_store", lock_store))
-        open_in_all(engine, "open_store", partial(_open_existing, engine, step))
+        attach_steps(engine, "open_store", partial(_open_existing, engine, step))
         undo.pop_all()
     return engine
 
 
-def open_in_all(
+def attach_steps(
     engine: Engine, what: str, make: Callable[[], StepRunner | None]
 ) -> None:
     """Gives an engine its steps, or closes their files if another process fails."""
