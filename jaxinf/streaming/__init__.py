@@ -10,19 +10,19 @@
 Where a question is answered:
 
     where params and state are             in_store.py, in_memory.py, function.py
-    what these give to a step              endpoints.py
+    what these are to a step's programs    backend.py
     how a loss becomes a graph             program/trace.py, program/graph.py
     in which order its nodes run           program/lifetimes.py
     where a program is cut                 program/cut.py
     which programs are equal               program/keys.py
-    which slices of params move as one     program/units.py
+    which pieces of params move as one     program/units.py
     how the first params are made          program/initial.py
     how memory is divided                  plan/memory.py
     how memory becomes cuts                plan/cut_to_fit.py
     the order of calls, and of parts       plan/order.py
     how a batch becomes parts              micro_batches.py
-    which values leave, and to where       plan/leaving.py
-    what is recomputed instead             plan/choice.py
+    which values leave, and to where       plan/offload.py
+    what is recomputed instead             plan/recompute.py
     which params are read when             plan/reads.py
     how params come to a call              move/params.py
     how values leave and come back         move/values.py
@@ -39,7 +39,7 @@ Where a question is answered:
     what happens after Ctrl-C              step.py; compiled_step.py cleans up
 
 Invariant: a user's loss function is traced with its gradient and never changed; the
-parts of that one jaxpr run.
+segments of that one jaxpr run.
 """
 
 from jaxinf.streaming.api import stream, stream_function, stream_in_memory

@@ -20,9 +20,9 @@ from jaxinf.engine import (
 )
 from jaxinf.processes import all_processes
 from jaxinf.program import Average, NonFinitePolicy, with_average
-from jaxinf.streaming.function import ReadStore
-from jaxinf.streaming.in_memory import InMemory
-from jaxinf.streaming.in_store import InStore
+from jaxinf.streaming.function import FunctionHome
+from jaxinf.streaming.in_memory import MemoryHome
+from jaxinf.streaming.in_store import StoreHome
 from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.options import Options
@@ -86,7 +86,7 @@ def stream(
         too slow for, where that takes less time. The bits are the same.
       micro_batches: Number of equal parts of a batch. A program runs for each part
         before the next program, so params are read once for all of them; values of all
-        parts wait meanwhile. Gradients are averaged, so losses are those of the whole
+        parts wait meanwhile. Gradients are with_average, so losses are those of the whole
         batch if the loss is a mean over its rows. aux gets a first axis of parts.
       weights: With `micro_batches`, ``weights(part)`` gives the weight of a part, such
         as the number of tokens that its loss is a mean over: loss and gradients are
@@ -135,14 +135,14 @@ def stream(
     )
     if carry is not None and not has_aux:
         raise ValueError("carry: expected a loss with aux, found none; has_aux=True")
-    owned = _opened(store, options)
-    check_compression(compress, engine_of(owned).options)
+    opened = _open(store, options)
+    check_compression(compress, engine_of(opened).options)
     is_compressed = compress is not None
-    every = device_interval(
-        device_updates, owned, replan=replan, is_compressed=is_compressed
+    interval = device_interval(
+        device_updates, opened, replan=replan, is_compressed=is_compressed
     )
-    options = replace(options, device_updates=every)
-    home = InStore(with_average(tx, average), owned, options)
+    options = replace(options, device_updates=interval)
+    home = StoreHome(with_average(tx, average), opened, options)
     return StreamedStep(loss_fn, home, options)
 
 
@@ -186,7 +186,7 @@ def stream_in_memory(
         weights=weights,
         deterministic=deterministic,
     )
-    home = InMemory(tx, options, scratch or tempfile.gettempdir())
+    home = MemoryHome(tx, options, scratch or tempfile.gettempdir())
     return StreamedStep(loss_fn, home, options)
 
 
@@ -221,12 +221,12 @@ def stream_function(
         policy="keep",
         deterministic=deterministic,
     )
-    owned = _opened(store, options)
-    home = ReadStore(owned, closes=owned is not store, average=average)
+    opened = _open(store, options)
+    home = FunctionHome(opened, closes=opened is not store, average=average)
     return StreamedStep(fn, home, options)
 
 
-def _opened(store: Store | PathLikeStr, options: Options) -> Store:
+def _open(store: Store | PathLikeStr, options: Options) -> Store:
     if isinstance(store, Store):
         return store
     return open_store(store, memory_bytes=store_memory_bytes(options.memory_bytes))

@@ -6,9 +6,9 @@ A process that fails on the way, or is interrupted, goes on with zeros in place 
 it lacks, since the others would wait for it in a collective. It says so where all
 agree.
 
-Invariant: what cannot be taken whole is not taken. A step that ends early leaves
-nothing under way. All processes run the same programs in the same order, and end the
-same steps.
+Invariant: a step that ends early leaves nothing under way, and one whose memory or
+files cannot be had leaves none behind. All processes run the same programs in the same
+order, and end the same steps.
 """
 
 import time
@@ -25,16 +25,19 @@ from jax.dtypes import result_type
 from jaxinf.engine import Engine
 from jaxinf.errors import ProcessError
 from jaxinf.processes import Group
-from jaxinf.streaming.endpoints import Endpoints
+from jaxinf.streaming.backend import StepBackend
 from jaxinf.streaming.move.params import ParamReader
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.choice import NUM_MEASURED, StepTimes, segments_to_recompute
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.program.lifetimes import OrderedProgram
+from jaxinf.streaming.plan.recompute import (
+    NUM_MEASURED,
+    StepTimes,
+    segments_to_recompute,
+)
 from jaxinf.streaming.program.meshes import on_this_process
-from jaxinf.streaming.run import MAX_IN_FLIGHT, Runner
+from jaxinf.streaming.run import MAX_IN_FLIGHT, Check, Runner
 from jaxinf.transfer import ByteCounts
 from jaxinf.typing import JsonValue, PyTree
 
@@ -81,7 +84,7 @@ class CompiledStep:
     Blocks while programs are compiled.
 
     Args:
-      is_measured: Whether the first steps are, for ``policy="plan"`` to choose.
+      is_measured: Whether ``policy="plan"`` measures the first steps, to choose.
 
     Attributes:
       close: Frees memory and files; idempotent.
@@ -91,15 +94,18 @@ class CompiledStep:
     def __init__(
         self,
         plan: Plan,
-        ready: OrderedProgram,
-        ends: Endpoints,
+        backend: StepBackend,
         group: Group,
         executables: Executables,
         *,
         is_measured: bool,
     ) -> None:
         self.metrics: StreamMetrics | None = None
-        self._ends, self._group = ends, group
+        # The backend itself, whose program takes much memory, is not kept.
+        self._group, self._engine = group, backend.engine
+        self._updates, self._kind = backend.updates, backend.kind
+        self._reads_commit = backend.reads_commit
+        self._params_in_memory = backend.params_in_memory
         self._num_measured = 0  # of the first steps
         if is_measured and plan.policy == "plan" and plan.evictions:
             self._num_measured = NUM_MEASURED
@@ -109,19 +115,21 @@ class CompiledStep:
         self._keep_errors = partial(keeping_errors, group, self._errors)
         self._jobs = jobs = WorkQueues()  # for all that a step moves, and updates
         self._waited_s = 0.0  # for the store, in the last step
-        sink, unit_of = None, ends.needs.unit_of
         with ExitStack() as closing:
-            params = ParamReader(
-                unit_of, ends.reads, plan.reads, jobs, self._keep_errors, ends.version
+            self._params = ParamReader(
+                backend.needs.unit_of,
+                backend.begin_reads,
+                plan.reads,
+                jobs,
+                self._keep_errors,
+                backend.params_version,
             )
-            closing.callback(params.close)
-            if ends.sink is not None:
-                sink = ends.sink(plan, ready, params, jobs)
-                closing.callback(sink.close)
-            values = Values(plan, ends.scratch(), jobs)
+            closing.callback(self._params.close)
+            self._sink = backend.make_sink(plan, backend.ordered, self._params, jobs)
+            closing.callback(self._sink.close)
+            values = Values(plan, backend.make_scratch(), jobs)
             closing.callback(values.close)
             closing.callback(jobs.close)  # first
-            self._params, self._sink = params, sink
             self._runner = Runner(plan, executables, values)
             self.close = closing.pop_all().close
 
@@ -135,15 +143,15 @@ class CompiledStep:
 
     def limit_store(self, num_bytes: int) -> None:
         """Gives updates so much memory for buffers; waits for those under way."""
-        if self._ends.updates is None:
+        if self._updates is None:
             return
-        engine = self._ends.updates.engine
+        engine = self._updates.engine
         engine.health.check()
         if num_bytes != engine.files.memory_bytes:
             engine.steps.join()
             engine.files.limit_memory(num_bytes)
 
-    def choose_again(self) -> frozenset[int]:
+    def choose_recomputed(self) -> frozenset[int]:
         """Returns the segments to be recomputed, once, when the steps are measured."""
         if not self._num_measured or len(self._times) < self._num_measured:
             return frozenset()
@@ -155,125 +163,113 @@ class CompiledStep:
         batch: PyTree,
         shares: Sequence[float],
         extra_args: Mapping[str, Any],
-        own_args: Mapping[str, Any],
-        check: Callable[[], None],
+        step_args: Mapping[str, Any],
+        check: Check,
     ) -> tuple[Any, PyTree, bool]:
         """Runs a step: all processes begin, run the programs, and end it alike.
 
         Args:
           shares: Shares, as of `Runner`.
-          extra_args, own_args: Arguments of all steps, and of this one.
-          check: Called where the step can be given up; raises if it must be.
+          extra_args, step_args: Arguments of all steps, and of this one.
 
         Returns:
           Loss, aux, and whether params have changed.
         """
-        given, check = {**extra_args, **own_args}, self._keep_errors()(check)
+        arguments = {**extra_args, **step_args}
+        check = self._keep_errors()(check)
         values = self._runner.values
         moved, waited_values_s = values.moved.snapshot(), values.waited_s
-        self._begin(batch, given)
+        self._begin(batch, arguments)
         try:
             loss, aux = self._run_programs(batch, shares, check)
-            if "value" in given and "value" not in own_args:
+            if "value" in arguments and "value" not in step_args:
                 assert loss is not None, "a function has no arguments"
-                given["value"] = on_this_process(loss)
-            is_done = self._end(given, (loss, aux), check)
+                arguments["value"] = on_this_process(loss)
+            has_changed = self._end(arguments, (loss, aux), check)
         except BaseException:
-            self._end_programs(given_up=True)
-            if self._sink is not None:
-                self._sink.abandon()
+            self._end_programs(is_given_up=True)
+            self._sink.abandon()
             raise
         moved = values.moved.snapshot() - moved
         self.metrics = self._metrics(moved, values.waited_s - waited_values_s)
-        return loss, aux, is_done
+        return loss, aux, has_changed
 
-    def _begin(self, batch: PyTree, given: Mapping[str, Any]) -> None:
-        """Begins a step in all processes; waits for updates of the step before.
-
-        Raises:
-          ProcessError: Another process has failed, does not come, or has a batch of
-            another form.
-        """
+    def _begin(self, batch: PyTree, arguments: Mapping[str, Any]) -> None:
+        """Begins a step in all processes; waits for updates of the step before."""
         self._errors.clear()
+        engine = self._engine
 
-        def form() -> JsonValue:
+        def batch_form() -> JsonValue:
             began_s = time.perf_counter()
             if engine is not None:
-                steps, commits = engine.steps, self._ends.reads_commit
-                (steps.wait if commits else steps.join)()
+                steps, is_committed = engine.steps, self._reads_commit
+                (steps.wait if is_committed else steps.join)()
             self._waited_s = time.perf_counter() - began_s
-            if self._sink is not None:
-                self._sink.begin(given)
+            self._sink.begin(arguments)
             leaves, tree = jax.tree.flatten(batch)
             shapes = [(str(result_type(leaf)), np.shape(leaf)) for leaf in leaves]
             return f"{tree} {shapes}"
 
-        what = "a function" if self._sink is None else "a step"
-        remedy, engine = "give all the same shapes", self._ends.engine
+        what, remedy = f"the batch of {self._kind}", "give all the same shapes"
         try:
-            self._group.agree(f"the batch of {what}", form, remedy)
+            self._group.agree(what, batch_form, remedy)
         except ProcessError as error:
             if engine is not None and self._group.published("failed"):
                 engine.health.fail(error)
             raise
 
     def _run_programs(
-        self, batch: PyTree, shares: Sequence[float], check: Callable[[], None]
+        self, batch: PyTree, shares: Sequence[float], check: Check
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs the programs of a step; returns its loss and aux."""
         runner, params = self._runner, self._params
         is_measured = len(self._times) < self._num_measured
-        how: dict[str, Any] = {"max_in_flight": 1 if is_measured else MAX_IN_FLIGHT}
-        if self._sink is not None:
-            how["hand_out"] = self._keep_errors()(self._sink.put)
-        in_memory = self._ends.in_memory
+        in_memory = self._params_in_memory
         params.begin()
-        get = params.get if in_memory is None else in_memory()
         results = runner(
-            batch, get, check=check, shares=shares, done=params.after_call, **how
+            batch,
+            params.get if in_memory is None else in_memory(),
+            self._keep_errors()(self._sink.put),
+            check,
+            shares,
+            done=params.after_call,
+            max_in_flight=1 if is_measured else MAX_IN_FLIGHT,
         )
-        self._end_programs(given_up=bool(self._errors))
+        self._end_programs(is_given_up=bool(self._errors))
         if is_measured:
             self._times.append(StepTimes([*runner.call_s], [*runner.waited_inputs_s]))
         return results
 
-    def _end_programs(self, *, given_up: bool) -> None:
+    def _end_programs(self, *, is_given_up: bool) -> None:
         """Frees what programs have read, and of a step given up all that moves."""
-        if given_up:
+        if is_given_up:
             self._jobs.reset()
             self._runner.values.reset()
         self._params.stop()
 
     def _end(
         self,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         results: tuple[Any, PyTree],
-        check: Callable[[], None],
+        check: Check,
     ) -> bool:
         """Applies gradients, in all processes; returns whether params have changed."""
-        agreed = partial(agree, self._ends.engine, self._errors)
-        if self._sink is None:
-            agreed(tuple)
-            return False
         began_s = time.perf_counter()
         self._waited_s += self._sink.waited_s  # and later ones in the time of the end
-        is_done = self._sink.finish(given, results, check, agreed)
+        agree_all = partial(agree, self._engine, self._errors)
+        has_changed = self._sink.finish(arguments, results, check, agree_all)
         self._waited_s += time.perf_counter() - began_s
-        return is_done
+        return has_changed
 
     def _metrics(self, moved: ByteCounts, waited_values_s: float) -> StreamMetrics:
-        """Returns the metrics of the step that has ended.
-
-        Args:
-          moved, waited_values_s: What values have moved in it, and were waited for.
-        """
+        """Returns the metrics of a step that has ended, in which values moved so."""
         params, runner = self._params, self._runner
-        spilled = (0, 0) if self._sink is None else self._sink.spilled_bytes
+        in_memory_bytes, on_drive_bytes = self._sink.spilled_bytes
         return StreamMetrics(
             fetched_drive_bytes=params.read_bytes,
             fetched_memory_bytes=params.reused_bytes,
-            spilled_memory_bytes=spilled[0],
-            spilled_drive_bytes=spilled[1],
+            spilled_memory_bytes=in_memory_bytes,
+            spilled_drive_bytes=on_drive_bytes,
             offloaded_drive_bytes=moved.drive_write_bytes,
             offloaded_host_bytes=moved.link_up_bytes,
             prefetch_hit_rate=params.hit_rate,
@@ -317,7 +313,7 @@ def agree(
         return list(action())
     group, step = engine.group, engine.files.finished.step + 1
 
-    def value() -> JsonValue:
+    def answer() -> JsonValue:
         refusing = list(action())
         for error in errors:  # those that the action has kept, too
             if isinstance(error, Exception):
@@ -325,17 +321,17 @@ def agree(
         return [refusing, bool(errors)]
 
     try:
-        found = group.gather(f"the end of step {step}", value)
+        answers = group.gather(f"the end of step {step}", answer)
     except BaseException as error:
         engine.health.fail(error)
         raise
     if errors:  # interrupts alone
         raise errors[0]
-    gave_up = [n for n, (_, is_interrupted) in enumerate(found) if is_interrupted]
+    gave_up = [n for n, (_, is_interrupted) in enumerate(answers) if is_interrupted]
     if gave_up:
         raise ProcessError(
             f"{group.where}: step {step}: process "
             f"{', '.join(map(str, gave_up))} was interrupted (Ctrl-C), so all "
             f"gave the step up; the store stays at step {step - 1}",
         )
-    return list(dict.fromkeys(name for refusing, _ in found for name in refusing))
+    return list(dict.fromkeys(name for refusing, _ in answers for name in refusing))

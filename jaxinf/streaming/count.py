@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinf.program import aval_bytes
-from jaxinf.streaming.endpoints import Endpoints
+from jaxinf.streaming.backend import StepBackend
 from jaxinf.streaming.move.spill import file_bytes
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.compiled import Executables, measured
+from jaxinf.streaming.plan.compiled import Executables, measure_memory
 from jaxinf.streaming.plan.memory import NUM_STAGED
-from jaxinf.streaming.plan.order import plan_of
+from jaxinf.streaming.plan.order import make_plan
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import order_program
@@ -46,52 +46,54 @@ class Count:
     plan: Plan = field(repr=False)
 
 
-def count(plan: Plan, ends: Endpoints) -> Count:
-    """Counts what a plan's steps take and move, with such updates."""
-    updates, moved = ends.updates, ByteCounts(plan.away_bytes, plan.away_bytes)
-    last = None
+def count(plan: Plan, backend: StepBackend) -> Count:
+    """Counts what a plan's steps take and move."""
+    updates, moved = backend.updates, ByteCounts(plan.drive_bytes, plan.drive_bytes)
+    deferred, disk_bytes = None, plan.drive_bytes
     if updates is not None:
-        last, moved = updates.on_drives(plan), updates.traffic(plan)
-    host_bytes, device_bytes = _memory(plan, last)
-    waiting_bytes = plan.away_bytes + (0 if last is None else file_bytes(last))
+        deferred, moved = updates.on_drives(plan), updates.traffic(plan)
+        disk_bytes += file_bytes(deferred or {}) + updates.disk_bytes()
+    host_bytes, device_bytes = _memory(plan, deferred)
     return Count(
         plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=waiting_bytes + (0 if updates is None else updates.disk_bytes()),
+        disk_bytes=disk_bytes,
         drive_read_bytes=moved.drive_read_bytes,
         drive_write_bytes=moved.drive_write_bytes,
     )
 
 
-def _memory(plan: Plan, last: Mapping[Piece, int] | None) -> tuple[int, int]:
-    """Returns the memory of the host at a step's peak, and of a device with its own."""
-    reading, memory = plan.reads, plan.memory
-    programs = plan.peak_bytes + plan.resident_bytes
-    if not memory.staged:  # where gradients wait in the programs' memory
-        if last is not None:
-            most = _most_bytes(plan, last)
-            programs = max(programs, most + plan.resident_bytes)
-        spare = max(0, memory.programs - plan.peak_bytes)
-        ahead = max(0, spare - reading.unused_bytes)
-        return programs + ahead + memory.state, 0
-    pinned = memory.gradients + plan.waiting.host_bytes
-    params = NUM_STAGED * reading.largest_bytes
-    host_bytes = memory.state + memory.pool_factor * pinned + params
-    return host_bytes, programs + memory.leaving
+def _memory(plan: Plan, deferred: Mapping[Piece, int] | None) -> tuple[int, int]:
+    """Returns the memory of the host at a step's peak, and of a device with its own.
+
+    Of `deferred` gradients, those given wait on drives for the last; None if none does.
+    """
+    reads, memory, program_bytes = plan.reads, plan.memory, plan.peak_bytes
+    if memory.staged_bytes:
+        pinned_bytes = memory.gradient_bytes + plan.offload.host_bytes
+        params_bytes = NUM_STAGED * reads.largest_bytes
+        pooled_bytes = memory.pool_factor * pinned_bytes
+        device_bytes = program_bytes + plan.resident_bytes + memory.leaving_bytes
+        return memory.state_bytes + pooled_bytes + params_bytes, device_bytes
+    if deferred is not None:  # the others wait in the programs' memory
+        program_bytes = max(program_bytes, _peak_bytes(plan, deferred))
+    spare_bytes = max(0, memory.program_bytes - plan.peak_bytes)
+    ahead_bytes = max(0, spare_bytes - reads.unused_bytes)
+    return program_bytes + plan.resident_bytes + ahead_bytes + memory.state_bytes, 0
 
 
-def _most_bytes(plan: Plan, on_drive: Mapping[Piece, int]) -> int:
-    """Memory of programs at their most, with gradients that wait for the last one."""
-    most = held = 0
-    for call, own_bytes in zip(plan.calls, plan.call_bytes(), strict=True):
-        most = max(most, held + own_bytes)
-        held += sum(
+def _peak_bytes(plan: Plan, on_drive: Mapping[Piece, int]) -> int:
+    """Returns the peak memory of programs and of the gradients that wait in it."""
+    peak_bytes = held_bytes = 0
+    for call, call_bytes in zip(plan.calls, plan.call_bytes(), strict=True):
+        peak_bytes = max(peak_bytes, held_bytes + call_bytes)
+        held_bytes += sum(
             call.program.output_bytes[i]
             for piece, i in call.gradients
             if not {piece, Piece(piece.leaf)} & on_drive.keys()
         )
-    return max(most, held)
+    return max(peak_bytes, held_bytes)
 
 
 def program_bytes(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> int:
@@ -101,9 +103,9 @@ def program_bytes(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) ->
     for all equal blocks, in less time than a program of the whole. Gradients of params
     that the loss stops do not count. Blocks.
     """
-    ready = order_program(loss_fn, params, batch)
-    plan = plan_of(ready, cuts_of(ready, _UNLIMITED), "keep")
-    plan = measured(replace(plan, uses=()), Executables(are_run=False))
-    gradients = ready.graph.gradients.items()
+    ordered = order_program(loss_fn, params, batch)
+    plan = make_plan(ordered, cuts_of(ordered, _UNLIMITED), "keep")
+    plan = measure_memory(replace(plan, param_stays=()), Executables(are_run=False))
+    gradients = ordered.graph.gradients.items()
     stopped = {p: 0 for p, value in gradients if value.node and value.node.is_spread}
-    return sum(map(aval_bytes, ready.traced.params)) + _most_bytes(plan, stopped)
+    return sum(map(aval_bytes, ordered.traced.params)) + _peak_bytes(plan, stopped)

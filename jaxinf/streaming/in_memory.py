@@ -16,7 +16,7 @@ import optax
 
 from jaxinf.errors import StreamError
 from jaxinf.program import aval_bytes, nonfinite_error, path_name
-from jaxinf.streaming.endpoints import Endpoints, without
+from jaxinf.streaming.backend import StepBackend, without
 from jaxinf.streaming.move.scratch import ScratchFiles, writing_bytes
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.plan.options import Options
@@ -25,15 +25,13 @@ from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.run import GetParams
+from jaxinf.streaming.run import Check, GetParams
 from jaxinf.streaming.update.apply_gradients import Agree
 from jaxinf.typing import PathLikeStr, PyTree
 
 
-class InMemory:
+class MemoryHome:
     """The home of params and any optax state in memory, and the sink of gradients.
-
-    It holds gradients whole or in slices of stacks until a step has all.
 
     Args:
       folder: On a drive, for values of ``"offload"``.
@@ -42,7 +40,8 @@ class InMemory:
       update, add: The optimizer's update, and its addition to params, each a jit.
     """
 
-    has_loss, closes = True, False
+    has_loss = True
+    closes = takes_extra_args = False
     store = engine = None
     waited_s, spilled_bytes = 0.0, (0, 0)
 
@@ -53,7 +52,8 @@ class InMemory:
         self.update = options.jit(tx.update, donate_argnums=(0, 1))
         self.add = options.jit(optax.apply_updates, donate_argnums=(0,))
         self._trained: tuple[PyTree, PyTree] | None = None
-        self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
+        # By leaf, and by index in it, until a step has all.
+        self._gradients: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
     # --- params and state ----------------------------------------------------------
 
@@ -64,7 +64,7 @@ class InMemory:
             raise StreamError("jaxinf.stream: call step.init or step.load first")
         return self._trained
 
-    def first(
+    def from_init(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, Any]:
         without(shardings=shardings)
@@ -73,20 +73,23 @@ class InMemory:
         check_params(avals)
         return avals, lambda: (jax.jit(init_fn)(*args), None)
 
-    def given(
+    def from_params(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, Any]:
         without(shardings=shardings)
         return abstract(params), lambda: (_copied(params), _copied(state))
 
     def start(
-        self, avals: PyTree, make: Callable[[], tuple[PyTree, PyTree]], *others: Any
+        self, avals: PyTree, make: Callable[[], tuple[PyTree, PyTree]], *_: Any
     ) -> PyTree:
         params, state = make()
         if state is None:
             state = jax.jit(self._tx.init)(params)
         self._trained = params, state
         return abstract(params)
+
+    def stored_avals(self) -> None:
+        return None
 
     def params(self, like: PyTree) -> PyTree:
         without(like=like)
@@ -97,8 +100,10 @@ class InMemory:
 
     # --- a step's plan -------------------------------------------------------------
 
-    def endpoints(self, ready: OrderedProgram, *, is_new: bool = False) -> Endpoints:
-        traced = ready.traced
+    def make_backend(
+        self, ordered: OrderedProgram, *, is_new: bool = False
+    ) -> StepBackend:
+        traced = ordered.traced
         if traced.mesh is not None:
             raise StreamError(
                 "jaxinf.stream: expected arrays on one device, found "
@@ -112,43 +117,41 @@ class InMemory:
         held_bytes = 2 * params_bytes + sum(map(aval_bytes, state))  # with gradients
         purpose = "holding params, gradients and optax's state (or give a store)"
         held = MemoryNeed(held_bytes, purpose, is_on_device=True)
-        needs = StepNeeds(others=(held,), writing_bytes=writing_bytes(1))
-        return Endpoints(
-            needs=needs,
-            in_memory=self._params_of_run,
-            sink=lambda *_: self,
-            scratch=lambda: ScratchFiles([self._folder]),
+        return StepBackend(
+            ordered=ordered,
+            needs=StepNeeds(others=(held,), writing_bytes=writing_bytes(1)),
+            make_sink=lambda *_: self,
+            params_in_memory=self._get_params,
+            make_scratch=lambda: ScratchFiles([self._folder]),
         )
 
-    def _params_of_run(self) -> GetParams:
+    def _get_params(self) -> GetParams:
         leaves = jax.tree.leaves(self._current[0])
         return lambda number, piece: piece.of(leaves[piece.leaf])
 
     # --- a step, as its sink -------------------------------------------------------
 
     def begin(self, extra_args: Mapping[str, Any]) -> None:
-        del extra_args  # there are none
-        self._held.clear()
+        self._gradients.clear()
 
     def put(self, piece: Piece, gradient: jax.Array) -> None:
-        self._held.setdefault(piece.leaf, {})[piece.index] = gradient
+        self._gradients.setdefault(piece.leaf, {})[piece.index] = gradient
 
     def finish(
         self,
         extra_args: Mapping[str, Any],
         results: PyTree,
-        check: Callable[[], None],
+        check: Check,
         agree: Agree,
     ) -> bool:
         params, state = self._current
         paths, tree = jax.tree_util.tree_flatten_with_path(params)
         taken = {id(leaf) for leaf in jax.tree.leaves(results)}
         gradients = [self._pop_gradient(leaf, taken) for leaf in range(len(paths))]
-        policy = self._options.nonfinite
-        if policy != "allow":
+        if self._options.nonfinite != "allow":
             finite = zip(paths, _are_finite(gradients), strict=True)
             bad = [path_name(path) for (path, _), is_finite in finite if not is_finite]
-            if bad and policy == "error":
+            if bad and self._options.nonfinite == "error":
                 raise nonfinite_error(bad)
             if bad:
                 return False
@@ -157,25 +160,25 @@ class InMemory:
         return True
 
     def abandon(self) -> None:
-        self._held.clear()
+        self._gradients.clear()
 
     close = abandon
 
     def _pop_gradient(self, leaf: int, taken: set[int]) -> jax.Array:
-        """Returns and drops the gradient of a leaf.
+        """Removes the gradient of a leaf; copies it if it is one of the arrays taken.
 
-        The update reuses its memory, so it is none of the arrays that were taken.
+        The update reuses its memory.
         """
-        own = self._held.pop(leaf)
-        whole = own[min(own)]
-        if () not in own:  # slices, along leading axes
-            counts = (number + 1 for number in max(own))
-            slices = jnp.stack([own[index] for index in sorted(own)])
-            whole = slices.reshape(*counts, *whole.shape)
-        if id(whole) in taken:
-            whole = jnp.copy(whole)
-        taken.add(id(whole))
-        return whole
+        pieces = self._gradients.pop(leaf)
+        gradient = pieces[min(pieces)]
+        if () not in pieces:  # slices, along leading axes
+            counts = (number + 1 for number in max(pieces))
+            slices = jnp.stack([pieces[index] for index in sorted(pieces)])
+            gradient = slices.reshape(*counts, *gradient.shape)
+        if id(gradient) in taken:
+            gradient = jnp.copy(gradient)
+        taken.add(id(gradient))
+        return gradient
 
 
 def _copied(tree: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
@@ -34,13 +34,18 @@ from jaxinf.engine import (
     subgroups_of,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import LeafInputs, UpdateProgram, trace_init, trace_update
-from jaxinf.store import Shards
-from jaxinf.streaming.endpoints import Endpoints
+from jaxinf.program import (
+    InitProgram,
+    LeafInputs,
+    UpdateProgram,
+    trace_init,
+    trace_update,
+)
+from jaxinf.streaming.backend import StepBackend, state_in_store
 from jaxinf.streaming.move.params import read_units
 from jaxinf.streaming.move.scratch import scratch_files
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.cut_to_fit import with_advice
+from jaxinf.streaming.plan.cut_to_fit import plan_or_advise
 from jaxinf.streaming.plan.kept import kept_cuts
 from jaxinf.streaming.plan.memory import Budget, return_freed_memory
 from jaxinf.streaming.plan.options import Options
@@ -65,20 +70,20 @@ from jaxinf.typing import PyTree
 
 
 @dataclass(frozen=True)
-class InStore:
+class StoreHome:
     """The home of a step whose params and state a store has.
 
     Attributes:
       tx: The optimizer, with the average of the params.
-      traced: What it is as a program, by the types of the params.
+      programs: The optimizer as a program, by the types of the params.
     """
 
     tx: optax.GradientTransformation
     store: Store
     options: Options
-    traced: dict[Any, UpdateProgram] = field(default_factory=dict)
+    programs: dict[Any, UpdateProgram] = field(default_factory=dict)
 
-    has_loss = closes = True
+    has_loss = closes = takes_extra_args = True
 
     @cached_property
     def engine(self) -> Engine:
@@ -86,57 +91,56 @@ class InStore:
 
     # --- params --------------------------------------------------------------------
 
-    def first(
+    def from_init(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
-        """Returns the avals of the first params, and what makes them: for `start`."""
         avals, make = trace_params(init_fn, *args)
         return sharded_like(avals, shardings), make
 
-    def given(
+    def from_params(
         self, params: PyTree, state: PyTree, shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
-        """Returns the avals of params that exist, and what gives them: for `start`."""
         if state is not None:
             raise ValueError("state: use store.load(params, state, step=…) instead")
         leaves = jax.tree.leaves(params)
         return sharded_like(abstract(params), shardings), lambda _: leaves
 
+    def stored_avals(self) -> None:
+        return None
+
     def params(self, like: PyTree) -> PyTree:
         return self.store.params(like)
 
+    def state(self) -> NoReturn:
+        raise state_in_store()
+
     # --- a step --------------------------------------------------------------------
 
-    def endpoints(self, ready: OrderedProgram, *, is_new: bool = False) -> Endpoints:
-        """Returns the endpoints of a traced program.
-
-        Args:
-          is_new: Whether its params are of a store that is not made yet.
-        """
-        engine, traced = self.engine, ready.traced
+    def make_backend(
+        self, ordered: OrderedProgram, *, is_new: bool = False
+    ) -> StepBackend:
+        """Returns the backend of a program; if `is_new`, of a store not made yet."""
+        engine, traced = self.engine, ordered.traced
         self._check_mesh(traced.mesh)
         avals = traced.params_tree.unflatten(traced.params)
         if is_new:
-            subgroups = subgroups_of(engine, self._described(avals, ready)[1])
+            subgroups = subgroups_of(engine, self._describe(avals, ordered)[1])
         else:
             subgroups = engine.files.subgroups
         program = self._optimizer(avals)
-        updates = UpdatePlan(engine, ready, program, subgroups, self.options)
-        return Endpoints(
+        updates = UpdatePlan(engine, ordered, program, subgroups, self.options)
+        has_cuts = not (self.options.replan or engine.is_new)
+        return StepBackend(
+            ordered=ordered,
             needs=updates.needs,
+            make_sink=partial(StoreSink, updates),
             engine=engine,
-            reads=partial(read_units, engine),
-            version=lambda: engine.contents_version,
-            sink=partial(StoreSink, updates),
+            begin_reads=partial(read_units, engine),
+            params_version=lambda: engine.contents_version,
             updates=updates,
-            scratch=partial(scratch_files, engine),
-            kept_cuts=self._kept_cuts(ready),
+            make_scratch=partial(scratch_files, engine),
+            kept_cuts=kept_cuts(engine, ordered) if has_cuts else None,
         )
-
-    def _kept_cuts(self, ready: OrderedProgram) -> Sequence[int] | None:
-        if self.options.replan or self.engine.is_new:
-            return None
-        return kept_cuts(self.store.path, self.engine.files.finished, ready)
 
     def _check_mesh(self, mesh: Mesh | None) -> None:
         policy = self.options.policy
@@ -150,11 +154,11 @@ class InStore:
     def _optimizer(self, avals: PyTree) -> UpdateProgram:
         plain = without_shardings(avals)
         key = jax.tree.structure(plain), *jax.tree.leaves(plain)
-        if key not in self.traced:
+        if key not in self.programs:
             extra_args = self.options.extra_args
             program = trace_update(self.tx, plain, extra_args, may_read="all")
-            self.traced[key] = program
-        return self.traced[key]
+            self.programs[key] = program
+        return self.programs[key]
 
     # --- the first step of a store -------------------------------------------------
 
@@ -162,72 +166,76 @@ class InStore:
         self,
         avals: PyTree,
         make: MakeLeaves,
-        ready: OrderedProgram | None,
+        ordered: OrderedProgram | None,
         budget: Budget,
-        plan: Callable[[OrderedProgram, Endpoints, Budget], Plan],
+        plan: Callable[[StepBackend, Budget], Plan],
     ) -> PyTree:
         """Makes the first step, once that is known to fit in a budget, or resumes.
 
         Args:
-          avals, make: Of `first` or `given`.
-          ready: The function, if a batch was given.
+          avals, make: Of `from_init` or `from_params`.
+          ordered: The function, if a batch was given.
           plan: Plans a step; raises BudgetError.
-
-        Returns:
-          Shapes, dtypes and shardings of the params.
         """
-        engine, group = self.engine, self.engine.group
+        engine = self.engine
         check_params(avals)
         self._check_mesh(mesh_of(avals))
-        first, description = self._described(avals, ready)
+        init, description = self._describe(avals, ordered)
         plain = jax.tree.leaves(without_shardings(avals))
-        scalars, inputs = initial_inputs(first, plain)
-        made, ends = iter(()), None
+        scalars, inputs = initial_inputs(init, plain)
+        leaves = iter(())
         if engine.is_new:
-            if ready is not None:
-                own = partial(self.endpoints, ready, is_new=True)
-                ends = group.in_all("the optimizer's programs", own)
-
-            def fitting(budget: Budget) -> Iterator[Any]:
-                """Returns the leaves, which can be made if a step fits, too."""
-                host_bytes = budget.memory_bytes
-                num_bytes = min(budget.device_memory_bytes or host_bytes, host_bytes)
-                made = group.in_all("the first params", lambda: make(num_bytes))
-                if ready is not None and ends is not None:
-                    plan(ready, ends, budget)
-                return iter(made)
-
-            made = with_advice(budget, fitting, advises=group.is_alone)
+            leaves = self._make_leaves(make, ordered, budget, plan)
         if bind_optimizer(engine, description, may_create=True, uses_budget=False):
-            for leaf, own in enumerate(inputs):
-                self._write_leaf(description, leaf, made, own)
+            for number, leaf_inputs in enumerate(inputs):
+                self._write_leaf(description, number, leaves, leaf_inputs)
             engine.steps.commit_written_step(0, scalars)
         return_freed_memory()  # of traces and of the first params
         return avals
 
-    def _described(
-        self, avals: PyTree, ready: OrderedProgram | None
-    ) -> tuple[Any, StoreDescription]:
+    def _make_leaves(
+        self,
+        make: MakeLeaves,
+        ordered: OrderedProgram | None,
+        budget: Budget,
+        plan: Callable[[StepBackend, Budget], Plan],
+    ) -> Iterator[Any]:
+        """Returns an iterator that makes the leaves, which fit, as does a step."""
+        group, backend = self.engine.group, None
+        if ordered is not None:
+            make_backend = partial(self.make_backend, ordered, is_new=True)
+            backend = group.in_all("the optimizer's programs", make_backend)
+
+        def fit(budget: Budget) -> Iterator[Any]:
+            host_bytes = budget.memory_bytes
+            num_bytes = min(budget.device_memory_bytes or host_bytes, host_bytes)
+            leaves = group.in_all("the first params", lambda: make(num_bytes))
+            if backend is not None:
+                plan(backend, budget)
+            return iter(leaves)
+
+        return plan_or_advise(budget, fit, advises=group.is_alone)
+
+    def _describe(
+        self, avals: PyTree, ordered: OrderedProgram | None
+    ) -> tuple[InitProgram, StoreDescription]:
         """Returns the optimizer's first state, traced, and the store for a program.
 
         Raises:
           UnsupportedTransformError: The optimizer needs too much of all leaves.
         """
         options, update = self.options, self._optimizer(avals)
-        pieces = () if ready is None else tuple(ready.graph.gradients)
+        pieces = () if ordered is None else tuple(ordered.graph.gradients)
         is_alone = self.engine.group.is_alone
         passes_for(update, pieces, is_alone=is_alone)
-        held, shards = jax.tree.leaves(avals), list[Shards]()
-        first = trace_init(self.tx, without_shardings(avals))
-        counts = part_counts(held, pieces)
-        if not is_alone:
-            there = on_mesh(held, mesh_of(avals))
-            shards = [held_shards(leaf.sharding, leaf.shape) for leaf in there]
-        return first, describe_store(
+        init = trace_init(self.tx, without_shardings(avals))
+        leaves = jax.tree.leaves(avals)
+        on_devices = [] if is_alone else on_mesh(leaves, mesh_of(avals))
+        return init, describe_store(
             update,
-            first,
-            counts,
-            shards=shards,
+            init,
+            part_counts(leaves, pieces),
+            shards=[held_shards(leaf.sharding, leaf.shape) for leaf in on_devices],
             average=options.average,
             compression=options.compress,
         )
@@ -235,16 +243,16 @@ class InStore:
     def _write_leaf(
         self,
         description: StoreDescription,
-        leaf: int,
-        made: Iterator[Any],
+        number: int,
+        leaves: Iterator[Any],
         inputs: LeafInputs,
     ) -> None:
         """Makes the next leaf, and writes its params and first state; blocks."""
         files = self.engine.files
         files.mover.drain()
         files.fleet.limit_memory(0)  # idle buffers leave the leaf their memory
-        shards = shards_with_origin(next(made))
+        shards = shards_with_origin(next(leaves))
         files.limit_memory(self.options.memory_bytes // BUFFERS_SHARE)
         for origin, shard in shards:
-            first = InitialParams(leaf, shard, origin, inputs)
+            first = InitialParams(number, shard, origin, inputs)
             initialise_leaves(files, description, [first])

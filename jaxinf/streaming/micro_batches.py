@@ -21,11 +21,7 @@ from jaxinf.typing import PyTree
 
 
 def parts_of(batch: PyTree, count: int) -> list[PyTree]:
-    """Divides a batch along the first axis of its leaves; scalars go to each part.
-
-    Raises:
-      StreamError: It cannot be divided; names the leaf.
-    """
+    """Divides a batch along the first axis of its leaves; scalars go to each part."""
     if count == 1:
         return [batch]
     length = _length(batch, count) // count
@@ -42,7 +38,7 @@ def parts_of(batch: PyTree, count: int) -> list[PyTree]:
 
 
 def first_part(batch: PyTree, count: int) -> PyTree:
-    """Returns shapes and dtypes of each of the parts; arguments as `parts_of`."""
+    """Returns the shapes and dtypes of each of `count` parts."""
     shapes = abstract(batch)
     if count == 1:
         return shapes
@@ -76,32 +72,26 @@ def shares_of(
 
     Args:
       weights: Returns the weight of a part; None for equal ones.
-
-    Raises:
-      StreamError: A weight is no number of at least 0, or all are 0.
     """
     if weights is None:
         return (1.0,) * count
-    made = [on_this_process(jnp.asarray(weights(p))) for p in parts_of(batch, count)]
-    found = np.array([np.asarray(one, np.float64) for one in made])
-    total = sum(found)
-    if found.shape != (count,) or not ((found >= 0).all() and 0 < total < math.inf):
+    arrays = [on_this_process(jnp.asarray(weights(p))) for p in parts_of(batch, count)]
+    numbers = np.array([np.asarray(array, np.float64) for array in arrays])
+    total = sum(numbers)
+    is_valid = numbers.shape == (count,) and (numbers >= 0).all()
+    if not (is_valid and 0 < total < math.inf):
         raise StreamError(
             "weights: expected a finite number of at least 0 for each part of the "
-            f"batch, and not all 0, found {found.tolist()}; return a scalar, such as "
+            f"batch, and not all 0, found {numbers.tolist()}; return a scalar, such as "
             "the number of tokens that count, and give a batch in which some do"
         )
-    return tuple((found * count / total).tolist())
+    return tuple((numbers * count / total).tolist())
 
 
 def combine_parts(
     results: Sequence[tuple[Any, PyTree]], shares: Sequence[float]
 ) -> tuple[Any, PyTree]:
-    """Returns the mean loss, and each aux with a first axis for the parts.
-
-    Args:
-      shares: From `shares_of`.
-    """
+    """Returns the mean loss, and each aux with a first axis for the parts."""
     if len(results) == 1:
         return results[0]
     losses, auxes = zip(*results, strict=True)
@@ -115,7 +105,7 @@ def combine_parts(
 
 
 def _length(batch: PyTree, count: int) -> int:
-    """The length of the first axis of all leaves that have one."""
+    """Returns the length of the first axis of all leaves that have one."""
     shapes = {
         path_name(path, "the batch"): np.shape(leaf)
         for path, leaf in jax.tree.leaves_with_path(batch)
@@ -123,7 +113,7 @@ def _length(batch: PyTree, count: int) -> int:
     }
     lengths = {shape[0] for shape in shapes.values()}
     if len(lengths) != 1 or max(lengths) % count:
-        listed = ", ".join(f"{name} of shape {own}" for name, own in shapes.items())
+        listed = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
         raise StreamError(
             f"micro_batches={count}: expected leaves whose first axis has one length "
             f"that {count} divides, found {listed or 'no arrays'}; give another batch, "

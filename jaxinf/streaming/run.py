@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.engine import shard_whole
 from jaxinf.streaming.micro_batches import combine_parts, parts_of
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.calls import Plan, ValueSlot
+from jaxinf.streaming.plan.calls import Plan, StepValue
 from jaxinf.streaming.plan.compiled import (
     Executables,
     compile_plan,
@@ -36,16 +36,17 @@ from jaxinf.typing import PyTree
 MAX_IN_FLIGHT = 2
 
 GetParams: TypeAlias = Callable[[int, Piece], jax.Array]
-"""Returns a part of the params for the call of that number; blocks."""
+"""Returns a piece of the params for the call of that number; blocks."""
+
+Check: TypeAlias = Callable[[], None]
+"""Called where a step can be given up; raises if it is."""
 
 
 class Runner:
     """Runs the steps of a plan; compiles its programs when made.
 
-    Args:
-      plan: The plan; the runner keeps it without its graph.
-      values: Holds values between calls; by default where no drive is needed. If a
-        step ends early, the caller resets them.
+    It keeps the plan without its graph. If a step ends early, the caller resets
+    `values`, by default those of a plan that needs no drive.
 
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
@@ -70,16 +71,16 @@ class Runner:
         # Calls under way: number, time, and an output to wait for unless it has ended.
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._put = partial(_put, mesh=mesh)
-        self._number = cache(lambda number: _put(np.int32(number), mesh=mesh))
+        self._put_number = cache(lambda number: _put(np.int32(number), mesh=mesh))
         consts = plan.traced.consts
-        self._consts = [self._put(one, const_sharding(one, mesh)) for one in consts]
+        self._consts = [self._put(x, const_sharding(x, mesh)) for x in consts]
 
     def __call__(
         self,
         batch: PyTree,
         get_params: GetParams,
         hand_out: Callable[[Piece, jax.Array], None] = lambda piece, gradient: None,
-        check: Callable[[], None] = lambda: None,
+        check: Check = lambda: None,
         shares: Sequence[float] | None = None,
         *,
         done: Callable[[int], None] = lambda number: None,
@@ -89,9 +90,7 @@ class Runner:
 
         Args:
           batch: A batch of the traced shapes, or of as many parts as the plan has.
-          hand_out: Takes a complete gradient; called in the order of completion. A
-            function has none.
-          check: Called where the step can be given up; raises if it must be.
+          hand_out: Takes a complete gradient; called in the order of completion.
           shares: What each part's gradient is multiplied by; 1 by default.
           done: Called when the call of that number has ended.
           max_in_flight: Programs under way at a time; 1 to measure them one by one.
@@ -99,36 +98,9 @@ class Runner:
         Returns:
           The loss, None if there is none, and aux; of parts as `combine_parts`.
         """
-        parts, traced = parts_of(batch, self.plan.num_parts), self.plan.traced
-        shares = shares or (1.0,) * len(parts)
-        placed = [
-            [
-                self._put(leaf, aval.sharding)
-                for leaf, aval in zip(jax.tree.leaves(part), traced.batch, strict=True)
-            ]
-            for part in parts
-        ]
-        dtype = traced.seed_dtype or np.float32
-        seeds = [self._put(np.array(share, dtype)) for share in shares]
-        values = self.values
+        values, shares = self.values, shares or (1.0,) * self.plan.num_parts
         self.dispatched_s = self.waited_s = self._ended_s = 0.0
-
-        def read(ref: Origin | ValueSlot, number: int, part: int) -> Any:
-            match ref:
-                case ValueSlot():
-                    return values[ref]
-                case Piece():
-                    check()
-                    return get_params(number, ref)
-                case Batch():
-                    return placed[part][ref.leaf]
-                case Const():
-                    return self._consts[ref.number]
-                case Seed():
-                    return seeds[part]
-                case Number():
-                    return self._number(ref.number)
-
+        read = self._input_reader(batch, get_params, check, shares)
         try:
             for number, call in enumerate(self.plan.calls):
                 if len(self._in_flight) == max_in_flight:
@@ -146,13 +118,50 @@ class Runner:
                 del outputs
             while self._in_flight:
                 self._await_first(done)
-            results = self._results(len(parts))
+            results = self._results()
             values.reset()
             return combine_parts(results, shares)
         finally:
             while self._in_flight:  # those that an error has left
                 with contextlib.suppress(RuntimeError):  # the step's own is raised
                     jax.block_until_ready(self._in_flight.popleft()[2])
+
+    def _input_reader(
+        self,
+        batch: PyTree,
+        get_params: GetParams,
+        check: Check,
+        shares: Sequence[float],
+    ) -> Callable[[Origin | StepValue, int, int], Any]:
+        """Puts a batch on the device; returns what reads inputs, by call and part."""
+        traced = self.plan.traced
+        placed = [
+            [
+                self._put(leaf, aval.sharding)
+                for leaf, aval in zip(jax.tree.leaves(part), traced.batch, strict=True)
+            ]
+            for part in parts_of(batch, self.plan.num_parts)
+        ]
+        dtype = traced.seed_dtype or np.float32
+        seeds = [self._put(np.array(share, dtype)) for share in shares]
+
+        def read(ref: Origin | StepValue, number: int, part: int) -> Any:
+            match ref:
+                case StepValue():
+                    return self.values[ref]
+                case Piece():
+                    check()
+                    return get_params(number, ref)
+                case Batch():
+                    return placed[part][ref.leaf]
+                case Const():
+                    return self._consts[ref.number]
+                case Seed():
+                    return seeds[part]
+                case Number():
+                    return self._put_number(ref.number)
+
+        return read
 
     def _dispatch(self, number: int, inputs: list[Any]) -> Sequence[jax.Array]:
         began_s = time.perf_counter()
@@ -182,15 +191,16 @@ class Runner:
             jax.block_until_ready(outputs)
         self.waited_s += time.perf_counter() - began_s
 
-    def _results(self, num_parts: int) -> list[tuple[jax.Array | None, PyTree]]:
-        traced, found = self.plan.traced, []
+    def _results(self) -> list[tuple[jax.Array | None, PyTree]]:
+        """Returns loss and aux of each part."""
+        traced, num_parts, results = self.plan.traced, self.plan.num_parts, []
         count = len(self.plan.results) // num_parts
-        for number in range(num_parts):
-            own = self.plan.results[number * count :][:count]
-            aux = [self.values[slot] for slot in own]
+        for part in range(num_parts):
+            values = self.plan.results[part * count :][:count]
+            aux = [self.values[value] for value in values]
             loss = None if traced.seed_dtype is None else aux.pop(0)
-            found.append((loss, traced.aux_tree.unflatten(aux)))
-        return found
+            results.append((loss, traced.aux_tree.unflatten(aux)))
+        return results
 
 
 def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:

@@ -14,6 +14,7 @@ memory are steps whose params have another home.
 import contextvars
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Self, TypeAlias
 
@@ -23,16 +24,16 @@ from jaxinf import compat
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.processes import Group, run_uninterrupted
+from jaxinf.streaming.backend import StepBackend, without
 from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics
 from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.endpoints import Endpoints, without
-from jaxinf.streaming.function import ReadStore, nested_avals
-from jaxinf.streaming.in_memory import InMemory
-from jaxinf.streaming.in_store import InStore
+from jaxinf.streaming.function import FunctionHome
+from jaxinf.streaming.in_memory import MemoryHome
+from jaxinf.streaming.in_store import StoreHome
 from jaxinf.streaming.micro_batches import first_part, shares_of
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables
-from jaxinf.streaming.plan.cut_to_fit import plan_within, with_advice
+from jaxinf.streaming.plan.cut_to_fit import plan_or_advise, plan_step
 from jaxinf.streaming.plan.memory import (
     Budget,
     DeviceLimit,
@@ -43,12 +44,10 @@ from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.program.meshes import outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.run import Check
 from jaxinf.typing import PyTree
 
-Check: TypeAlias = Callable[[], None]
-"""Called where a step can be given up; raises if it is."""
-
-Home: TypeAlias = InStore | InMemory | ReadStore
+Home: TypeAlias = StoreHome | MemoryHome | FunctionHome
 """Where params and state are."""
 
 
@@ -75,10 +74,122 @@ class StreamedStep:
         self._compiled: dict[Any, CompiledStep] = {}
         self._last: CompiledStep | None = None
         self._metrics: StreamMetrics | None = None
-        weights = options.weights
-        self._weights = None if weights is None else jax.jit(weights)
+        self._weights = None if options.weights is None else jax.jit(options.weights)
 
-    # --- params --------------------------------------------------------------------
+    # --- a step --------------------------------------------------------------------
+
+    def __call__(
+        self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs one step; blocks until all its gradients are handed out.
+
+        Args:
+          batch: The batch that the loss function takes.
+          extra_args: This step's values of `stream`'s `extra_args`.
+
+        Returns:
+          The loss, and aux, None without `has_aux`. Of a function its outputs.
+
+        Raises:
+          ValueError: `extra_args` has other names or shapes than `stream`'s.
+          NonFiniteGradientError: The step was refused; the store stays where it was.
+          BaseException: The exception that stopped the store.
+        """
+        check_not_traced(batch, extra_args)
+        if not self._home.takes_extra_args:
+            without(extra_args=extra_args or None)
+        compiled, options = self._compiled_for(batch), self._options
+
+        def run(check: Check) -> tuple[Any, PyTree]:
+            self._take_turn(compiled)
+            with outside_mesh():
+                shares = shares_of(batch, options.micro_batches, self._weights)
+                loss, aux, has_changed = compiled.run(
+                    batch, shares, options.extra_args, extra_args or {}, check
+                )
+            self._metrics = compiled.metrics
+            self._num_skipped += self._home.has_loss and not has_changed
+            return loss, aux
+
+        loss, aux = self._run_whole(run)
+        if not self._home.has_loss:
+            return aux
+        return loss, aux if options.has_aux else None
+
+    def _take_turn(self, compiled: CompiledStep) -> None:
+        """Gives steps of one shape the memory for reading, which others have had."""
+        if self._last is not None and self._last is not compiled:
+            self._last.free_memory()
+        self._last = compiled
+        compiled.limit_store(compiled.plan.store_bytes)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
+        return self._num_skipped
+
+    @property
+    def metrics(self) -> StreamMetrics | None:
+        """Metrics of the last step; None before the first."""
+        return self._metrics
+
+    # --- Ctrl-C ----------------------------------------------------------------------
+
+    def _run_whole(self, body: Callable[[Check], Any]) -> Any:
+        """Runs what no interrupt leaves half-way; blocks, and returns what it returns.
+
+        An interrupt ends it at its next check. A second one is raised at once, and the
+        body ends by itself before the next one begins.
+
+        Raises:
+          StreamError: Another thread runs one.
+        """
+        given_up, results = threading.Event(), list[Any]()
+        config: Any = jax.config  # what is set for this thread alone counts, too
+        device, x64 = config.jax_default_device, config.jax_enable_x64
+        context = contextvars.copy_context()
+
+        def check() -> None:
+            if given_up.is_set():
+                raise KeyboardInterrupt
+
+        def run() -> None:
+            check()
+            if not self._under_way.acquire(blocking=False):
+                raise StreamError(
+                    "jaxinf.stream: expected one thread, found a step under way in "
+                    "another; a step and its functions run one at a time, so call them "
+                    "from one thread, or hold a lock"
+                )
+            try:
+                with jax.default_device(device), jax.enable_x64(x64):
+                    results.append(context.run(body, check))
+            finally:
+                self._under_way.release()
+
+        try:
+            run_uninterrupted(run, given_up.set)
+        except KeyboardInterrupt as interrupt:
+            self._add_note(interrupt)
+            raise
+        return results.pop()
+
+    def _add_note(self, interrupt: KeyboardInterrupt) -> None:
+        """Says what the store of an interrupted step keeps."""
+        engine = self._home.engine
+        if engine is not None and self._home.has_loss and engine.has_files:
+            interrupt.add_note(
+                f"{engine.path}: step {engine.files.commit.step} is committed, "
+                "and steps that have ended since then are once the store is closed; "
+                "the same program resumes after the last"
+            )
+
+    def _settle(self) -> None:
+        """Waits for a step that a second interrupt has left."""
+        if self._under_way.locked():
+            self._run_whole(lambda check: None)
+
+    # --- params and state ----------------------------------------------------------
 
     @property
     def store(self) -> Store:
@@ -117,7 +228,7 @@ class StreamedStep:
           StreamError: `init_fn` is not a function, or the loss function cannot be
             streamed; nothing is written.
         """
-        self._start(*self._home.first(init_fn, args, shardings), batch)
+        self._start(*self._home.from_init(init_fn, args, shardings), batch)
 
     def load(
         self,
@@ -146,24 +257,24 @@ class StreamedStep:
             function cannot be streamed; nothing is written.
         """
         check_params(params)
-        self._start(*self._home.given(params, state, shardings), batch)
+        self._start(*self._home.from_params(params, state, shardings), batch)
 
     def _start(self, avals: PyTree, make: Any, batch: PyTree) -> None:
         budget = Budget(self._options.memory_bytes, self._options.device_memory_bytes)
-        ready = None
+        ordered = None
         if batch is not None:
-            ready = self._trace(batch, avals)
-            own = partial(self._budget, ready)
-            budget = self._group.in_all("the memory of the device", own)
+            ordered = self._trace(batch, avals)
+            make_budget = partial(self._budget, ordered)
+            budget = self._group.in_all("the memory of the device", make_budget)
         home = self._home
         with outside_mesh():
-            if ready is not None and home.store is None:
-                self._plan(ready, home.endpoints(ready), budget)  # or it is refused
-            self._avals = home.start(avals, make, ready, budget, self._plan_within)
+            if ordered is not None and home.store is None:  # else `start` plans it
+                self._plan_or_advise(home.make_backend(ordered), budget)
+            self._avals = home.start(avals, make, ordered, budget, self._plan_step)
         if home.engine is not None:
             self._num_skipped = home.engine.files.finished.skipped_steps
         if batch is not None:
-            self._compiled_for(batch, ready)
+            self._compiled_for(batch, ordered)
             self.compile(batch)
 
     def params(self, like: PyTree = None) -> PyTree:
@@ -187,9 +298,8 @@ class StreamedStep:
 
     def _known_avals(self) -> PyTree:
         """Shapes, dtypes and shardings of the params; of a function in any case."""
-        home = self._home
-        if self._avals is None and isinstance(home, ReadStore):
-            self._avals = nested_avals(home.store)
+        if self._avals is None:
+            self._avals = self._home.stored_avals()
         if self._avals is None:
             raise StreamError(
                 "jaxinf.stream: call step.init or step.load first; with a store that "
@@ -204,9 +314,9 @@ class StreamedStep:
           StreamError: It is in a store.
         """
         self._settle()
-        if not isinstance(self._home, InMemory):
-            raise StreamError("step.state: it is in the store; use store.state(like=)")
         return self._home.state()
+
+    # --- plans ---------------------------------------------------------------------
 
     def compile(self, batch: PyTree) -> Plan:
         """Plans and compiles for batches like this one; otherwise the first run does.
@@ -225,16 +335,6 @@ class StreamedStep:
     def plan(self) -> Plan | None:
         """The plan of the last run, or of the first once it is planned; else None."""
         return None if self._last is None else self._last.plan
-
-    @property
-    def skipped_steps(self) -> int:
-        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
-        return self._num_skipped
-
-    @property
-    def metrics(self) -> StreamMetrics | None:
-        """Metrics of the last step; None before the first."""
-        return self._metrics
 
     def dry_run(
         self,
@@ -261,12 +361,15 @@ class StreamedStep:
         if params is not None:
             check_params(params)
         avals = self._known_avals() if params is None else abstract(params)
-        ready = self._trace(batch, avals)
+        ordered = self._trace(batch, avals)
         with outside_mesh():
-            ends = self._home.endpoints(ready, is_new=params is not None)
-            own = Executables(self._options.deterministic, are_run=False)
-            budget = self._budget(ready, device)
-            return count(self._plan(ready, ends, budget, executables=own), ends)
+            backend = self._home.make_backend(ordered, is_new=params is not None)
+            executables = Executables(self._options.deterministic, are_run=False)
+            budget = self._budget(ordered, device)
+            plan = self._plan_or_advise(backend, budget, executables=executables)
+            return count(plan, backend)
+
+    # --- its end -------------------------------------------------------------------
 
     def free_memory(self) -> None:
         """Frees params and buffers until the next call; waits for updates."""
@@ -308,176 +411,73 @@ class StreamedStep:
         )
 
     def _budget(
-        self, ready: OrderedProgram, device: DeviceLimit | None = None
+        self, ordered: OrderedProgram, device: DeviceLimit | None = None
     ) -> Budget:
         """Returns the memory of a step, on a device whose own was looked at once."""
-        device = device or self._limit_of(ready.traced.mesh)
+        device = device or self._limit_of(ordered.traced.mesh)
         options = self._options
         return Budget(options.memory_bytes, options.device_memory_bytes, device)
 
-    def _plan_within(
-        self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
-    ) -> Plan:
-        how = {"executables": self._executables, "kept": ends.kept_cuts, **how}
-        options, group = self._options, self._group
-        return plan_within(ready, ends.needs, options, budget, group=group, **how)
+    def _plan_step(self, backend: StepBackend, budget: Budget, **choice: Any) -> Plan:
+        """Plans a step; `choice` has further arguments of `plan_step`."""
+        choice = {"executables": self._executables, "kept": backend.kept_cuts} | choice
+        program, needs, options = backend.ordered, backend.needs, self._options
+        return plan_step(program, needs, options, budget, group=self._group, **choice)
 
-    def _plan(
-        self, ready: OrderedProgram, ends: Endpoints, budget: Budget, **how: Any
+    def _plan_or_advise(
+        self, backend: StepBackend, budget: Budget, **choice: Any
     ) -> Plan:
-        """Returns a plan; if memory does not suffice, the error names a budget."""
-        plan = partial(self._plan_within, ready, ends, **how)
-        return with_advice(budget, plan, advises=self._group.is_alone)
+        """Plans a step; if memory does not suffice, the error names a budget."""
+        plan = partial(self._plan_step, backend, **choice)
+        return plan_or_advise(budget, plan, advises=self._group.is_alone)
 
     def _compiled_for(
-        self, batch: PyTree, ready: OrderedProgram | None = None
+        self, batch: PyTree, ordered: OrderedProgram | None = None
     ) -> CompiledStep:
-        """Returns the steps of batches of this shape; plans and compiles new ones.
-
-        Args:
-          ready: The function, if it was traced for this batch.
-        """
+        """Returns the steps of batches of this shape; plans and compiles new ones."""
         self._settle()
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
-        compiled, how = self._compiled.get(key), dict[str, Any]()
-        if compiled is not None and (again := compiled.choose_again()):
-            how = {"kept": compiled.plan.cuts, "again": again}
+        compiled, choice = self._compiled.get(key), dict[str, Any]()
+        if compiled is not None and (recomputed := compiled.choose_recomputed()):
+            choice = {"kept": compiled.plan.cuts, "recomputed": recomputed}
             self._compiled.pop(key).close()
             compiled = self._last = None
         if compiled is None:
-            compiled = self._plan_and_compile(batch, ready, how)
+            compiled = self._plan_and_compile(batch, ordered, choice)
             self._compiled[key] = compiled
             return_freed_memory()  # of planning and compilation
         return compiled
 
     def _plan_and_compile(
-        self,
-        batch: PyTree,
-        ready: OrderedProgram | None,
-        how: Mapping[str, Any],
+        self, batch: PyTree, ordered: OrderedProgram | None, choice: Mapping[str, Any]
     ) -> CompiledStep:
         """Plans and compiles the steps of a batch in all processes, or in none.
 
         What one process is refused, by its device or its drive, all are: none goes on
         to a step, where it would wait for the others.
-
-        Args:
-          how: Further arguments of `plan_within`, of a plan that was chosen anew.
         """
-        group, made = self._group, list[CompiledStep]()
+        group, executables = self._group, self._executables
 
-        def trace_here() -> tuple[OrderedProgram, Endpoints, Budget]:
-            traced = ready or self._trace(batch, self._known_avals())
+        def trace_here() -> tuple[StepBackend, Budget]:
+            program = ordered or self._trace(batch, self._known_avals())
             with outside_mesh():
-                return traced, self._home.endpoints(traced), self._budget(traced)
+                return self._home.make_backend(program), self._budget(program)
 
-        traced, ends, budget = group.in_all("the trace of a function", trace_here)
-        with outside_mesh():
-            plan = self._plan(traced, ends, budget, **how)
+        backend, budget = group.in_all("the trace of a function", trace_here)
+        with outside_mesh(), ExitStack() as closing:
+            plan = self._plan_or_advise(backend, budget, **choice)
 
-            def compile_here() -> None:
+            def compile_here() -> CompiledStep:
                 compiled = CompiledStep(
-                    plan, traced, ends, group, self._executables, is_measured=not how
+                    plan, backend, group, executables, is_measured=not choice
                 )
-                made.append(compiled)
+                closing.callback(compiled.close)
+                return compiled
 
-            try:
-                group.in_all("the room for a step", compile_here)
-            except BaseException:
-                for one in made:
-                    one.close()
-                raise
-        return made[0]
-
-    # --- a run ---------------------------------------------------------------------
-
-    def __call__(
-        self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs one step; blocks until all its gradients are handed out.
-
-        Args:
-          batch: The batch that the loss function takes.
-          extra_args: This step's values of `stream`'s `extra_args`.
-
-        Returns:
-          The loss, and aux, None without `has_aux`. Of a function its outputs.
-
-        Raises:
-          ValueError: `extra_args` has other names or shapes than `stream`'s.
-          NonFiniteGradientError: The step was refused; the store stays where it was.
-          BaseException: The exception that stopped the store.
-        """
-        check_not_traced(batch, extra_args)
-        if not isinstance(self._home, InStore):
-            without(extra_args=extra_args or None)
-        compiled, options = self._compiled_for(batch), self._options
-
-        def body(check: Check) -> tuple[Any, PyTree]:
-            self._take_turn(compiled)
-            with outside_mesh():
-                shares = shares_of(batch, options.micro_batches, self._weights)
-                loss, aux, is_done = compiled.run(
-                    batch, shares, options.extra_args, extra_args or {}, check
-                )
-            self._metrics = compiled.metrics
-            self._num_skipped += self._home.has_loss and not is_done
-            return loss, aux
-
-        loss, aux = self._run_whole(body)
-        if not self._home.has_loss:
-            return aux
-        return loss, aux if options.has_aux else None
-
-    def _take_turn(self, compiled: CompiledStep) -> None:
-        """Gives steps the memory for reading, which those of before have."""
-        if self._last is not None and self._last is not compiled:
-            self._last.free_memory()
-        self._last = compiled
-        compiled.limit_store(compiled.plan.store_bytes)
-
-    # --- Ctrl-C ----------------------------------------------------------------------
-
-    def _run_whole(self, body: Callable[[Check], Any]) -> Any:
-        """Runs what no interrupt leaves half-way; blocks, and returns what it returns.
-
-        An interrupt ends it at its next check. A second one is raised at once, and the
-        body ends by itself before the next one begins.
-
-        Raises:
-          StreamError: Another thread runs one.
-        """
-        given_up, found = threading.Event(), list[Any]()
-        config: Any = jax.config  # what is set for this thread alone counts, too
-        device, x64 = config.jax_default_device, config.jax_enable_x64
-        context = contextvars.copy_context()
-
-        def check() -> None:
-            if given_up.is_set():
-                raise KeyboardInterrupt
-
-        def run() -> None:
-            check()
-            if not self._under_way.acquire(blocking=False):
-                raise StreamError(
-                    "jaxinf.stream: expected one thread, found a step under way in "
-                    "another; a step and its functions run one at a time, so call them "
-                    "from one thread, or hold a lock"
-                )
-            try:
-                with jax.default_device(device), jax.enable_x64(x64):
-                    found.append(context.run(body, check))
-            finally:
-                self._under_way.release()
-
-        run_uninterrupted(run, given_up.set)
-        return found.pop()
-
-    def _settle(self) -> None:
-        """Waits for a step that a second interrupt has left."""
-        if self._under_way.locked():
-            self._run_whole(lambda check: None)
+            compiled = group.in_all("the room for a step", compile_here)
+            closing.pop_all()
+        return compiled
 
 
 def check_not_traced(*trees: PyTree) -> None:

@@ -49,14 +49,14 @@ from throttled import Server, held_up
 from jaxinf.streaming.move.scratch import ScratchFiles, ScratchRun
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.choice import (
+from jaxinf.streaming.plan.compiled import Executables, measure_memory
+from jaxinf.streaming.plan.offload import evict_values
+from jaxinf.streaming.plan.order import make_plan
+from jaxinf.streaming.plan.recompute import (
     NUM_MEASURED,
     StepTimes,
     segments_to_recompute,
 )
-from jaxinf.streaming.plan.compiled import Executables, measured
-from jaxinf.streaming.plan.leaving import evicted
-from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.lifetimes import OrderedProgram, order_program
 from jaxinf.streaming.run import Runner
@@ -205,8 +205,8 @@ class Stack:
         self.cuts = {cuts_of(self.ready, n): None for n in LIMITS}
         self.plan, self.most_bytes = self._cut()
         self.executables = Executables()
-        self.plan = measured(self.plan, self.executables)
-        self.keep = self._way(plan_of(self.ready, self.plan.cuts, "keep"))
+        self.plan = measure_memory(self.plan, self.executables)
+        self.keep = self._way(make_plan(self.ready, self.plan.cuts, "keep"))
         # The drive's bandwidth, from the time of a step that keeps its values.
         times = [self.step(self.keep) for _ in range(1 + MEASURED_STEPS)]
         half_s = statistics.median(times[1:]) / 2
@@ -218,11 +218,12 @@ class Stack:
 
         The cuts are among those that suit keep.
         """
-        make = partial(plan_of, self.ready, policy="offload")
+        make = partial(make_plan, self.ready, policy="offload")
         plans = [make(cuts) for cuts in self.cuts]
         least = min(map(peak, plans))
         good = [plan for plan in plans if peak(plan) <= TOLERANCE * least]
-        return min(good, key=lambda plan: peak(evicted(plan, 0, value_bytes))), least
+        best = min(good, key=lambda plan: peak(evict_values(plan, 0, value_bytes)))
+        return best, least
 
     def _way(self, plan: Plan, values: Values | None = None) -> Way:
         return Way(Runner(plan, self.executables, values=values), [])
@@ -233,18 +234,18 @@ class Stack:
         Recompute has the cuts with which its peak is lowest. With "plan" some of what
         leaves in the last is recomputed, by measured steps, if any should be.
         """
-        plans = [plan_of(self.ready, cuts, "recompute") for cuts in self.cuts]
+        plans = [make_plan(self.ready, cuts, "recompute") for cuts in self.cuts]
         found = {"keep": self.keep, "recompute": self._way(min(plans, key=peak))}
         budgets = {f"offload {one:.2f}": int(one * self.most_bytes) for one in shares}
         for name, budget in {"offload": 0, **budgets}.items():
-            plan = evicted(self.plan, budget, value_bytes)
+            plan = evict_values(self.plan, budget, value_bytes)
             if not budget or peak(plan) <= budget:
                 found[name] = self._offloaded(plan)
         for name in [name for name in found if name.startswith("offload ")]:
-            again = self._to_recompute(found[name])
-            plan = plan_of(self.ready, self.plan.cuts, "plan", again=again)
-            plan = evicted(plan, budgets[name], value_bytes)
-            if again and peak(plan) <= budgets[name]:
+            recomputed = self._to_recompute(found[name])
+            plan = make_plan(self.ready, self.plan.cuts, "plan", recomputed=recomputed)
+            plan = evict_values(plan, budgets[name], value_bytes)
+            if recomputed and peak(plan) <= budgets[name]:
                 found[name.replace("offload", "plan")] = self._offloaded(plan)
         return found
 
@@ -300,7 +301,7 @@ def compared(stack: Stack, arguments: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name, way in ways.items():
         plan = way.runner.plan
-        lives = [plan.lives[slot] for slot in plan.evictions]
+        lives = [plan.lives[value] for value in plan.evictions]
         found[name] = {
             "peak_bytes": peak(plan),
             "peak_ratio": round(peak(plan) / stack.most_bytes, 4),

@@ -22,11 +22,11 @@ from zoo import ZOO, Program
 import jaxinf
 from jaxinf.kernels.compiled import standard_kernels
 from jaxinf.program import aval_bytes
-from jaxinf.streaming.in_memory import InMemory
+from jaxinf.streaming.in_memory import MemoryHome
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.compiled import Executables, compile_plan, measured
+from jaxinf.streaming.plan.compiled import Executables, compile_plan, measure_memory
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
-from jaxinf.streaming.plan.leaving import least_bytes
+from jaxinf.streaming.plan.offload import least_peak_bytes
 from jaxinf.streaming.plan.options import Options
 from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.update.device_updates import DeviceUpdater
@@ -102,8 +102,8 @@ def plan_step(place, monkeypatch):
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
                 ready = step._trace(program.batch, params)
-                ends = step._home.endpoints(ready)
-                fitted = step._plan_within(ready, ends, step._budget(ready))
+                backend = step._home.make_backend(ready)
+                fitted = step._plan_step(backend, step._budget(ready))
         return fitted, built
 
     return make
@@ -169,7 +169,7 @@ def test_an_update_in_memory(device):
     params = shapes_of(program_of("gpt2").params)
     state = jax.eval_shape(CLIPPED.init, params)
     with compiling_for(target) as built, jax.default_device(target.devices[0]):
-        home = InMemory(CLIPPED, Options(1 << 30), ".")
+        home = MemoryHome(CLIPPED, Options(1 << 30), ".")
         home.update.lower(params, state, params).compile()
         home.add.lower(params, params).compile()
     check_built(built, device)
@@ -206,7 +206,7 @@ def test_a_function(device):
         plan = cut_to_fit(ready, 3 * smallest_bytes(ready) // 2)
         executables = Executables()
         compile_plan(plan, executables)
-        peak_bytes = least_bytes(measured(plan, executables))
+        peak_bytes = least_peak_bytes(measure_memory(plan, executables))
     check_built(built, device)
     planned_bytes = peak_bytes + given_bytes(ready.traced)
     assert max(taken_bytes(one.memory) for one in built) <= planned_bytes

@@ -23,7 +23,7 @@ import optax
 import small_stores
 
 import jaxinf
-from jaxinf.streaming.plan import leaving
+from jaxinf.streaming.plan import offload
 
 ROOT = Path(jaxinf.__file__).parent
 FILES = tuple(f"{ROOT / name}{os.sep}" for name in ("streaming", "engine"))
@@ -106,7 +106,7 @@ def run(step, number):
 def main(folder, policy, parts, every):
     global NUM_ROWS
     if policy == "offload":  # values are too large for its memory
-        leaving.SMALL_BYTES, NUM_ROWS = 1, 8192
+        offload.SMALL_BYTES, NUM_ROWS = 1, 8192
     tracer = Tracer()
     step = opened(Path(folder) / "store", policy, int(parts))
     expected = opened(Path(folder) / "expected", policy, int(parts))

@@ -5,7 +5,7 @@ from late_copies import LateCopies
 from streaming import CHUNKS, SGD, SMALL
 
 import jaxinf
-from jaxinf.streaming.plan import cut_to_fit, leaving, memory
+from jaxinf.streaming.plan import cut_to_fit, memory, offload
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def late(own_memory, monkeypatch):
 
 @pytest.fixture
 def small_values_leave(monkeypatch):
-    monkeypatch.setattr(leaving, "SMALL_BYTES", 1)
+    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
 
 
 @pytest.fixture
 def everything_leaves(small_values_leave, monkeypatch):
     """Lets every value leave that can, although the budget has room."""
     del small_values_leave
-    evicted = leaving.evicted
-    monkeypatch.setattr(cut_to_fit, "evicted", lambda plan, _: evicted(plan, 0))
+    evict = offload.evict_values
+    monkeypatch.setattr(cut_to_fit, "evict_values", lambda plan, _: evict(plan, 0))

@@ -17,7 +17,7 @@ from zoo import ZOO
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.streaming.move.host_buffers import HostBuffers
 from jaxinf.streaming.move.work_queues import WorkQueues
-from jaxinf.streaming.plan.cut_to_fit import with_advice
+from jaxinf.streaming.plan.cut_to_fit import plan_or_advise
 from jaxinf.streaming.plan.memory import Budget, DeviceLimit, check_pinned, limit_of
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program.graph import Piece
@@ -213,7 +213,7 @@ def test_a_budget_that_works_is_within_what_a_device_has_free():
                 raise BudgetError("device_memory_bytes", "it is small", missing)
 
         with pytest.raises(BudgetError) as found:
-            with_advice(budget, plan, advises=True)
+            plan_or_advise(budget, plan, advises=True)
         return str(found.value)
 
     assert 'device_memory_bytes="981MiB" works' in refused(950 << 20)

@@ -136,7 +136,7 @@ def test_gradients_of_updates_under_way_have_room(open_store, monkeypatch):
     monkeypatch.setattr(StoreSink, "_update_units", slow)
     step(np.float32(1))
     largest = 256 << 10
-    assert most <= step.plan.memory.gradients + (NUM_UNDER_WAY - 1) * largest
+    assert most <= step.plan.memory.gradient_bytes + (NUM_UNDER_WAY - 1) * largest
 
 
 @pytest.mark.long

@@ -102,8 +102,9 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
     found = train(step, program, 2)
     with monkeypatch.context() as patch:
         at_call(owner, method, count, interrupt, patch=patch)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             train(step, program, 3)
+    assert "step 0 is committed" in caught.value.__notes__[0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # A second pass over a step that is not committed is never left half-way.
     is_ended = finished(step) == 3

@@ -29,7 +29,7 @@ from jaxinf.streaming.micro_batches import combine_parts, first_part, parts_of
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
-from jaxinf.streaming.plan.order import plan_of
+from jaxinf.streaming.plan.order import make_plan
 
 pytestmark = pytest.mark.optimized("long")
 
@@ -49,14 +49,14 @@ def mean(*parts):
 def assert_bits_of_one_part_after_another(program, count, policy):
     ready = prepared(replace(program, batch=first_part(program.batch, count)))
     cuts = cut_to_fit(ready, smallest_bytes(ready) * 5 // 4).cuts
-    plan, executables = plan_of(ready, cuts), Executables()
+    plan, executables = make_plan(ready, cuts), Executables()
     parts = [
         streamed_plan(replace(program, batch=part), plan, executables)
         for part in parts_of(program.batch, count)
     ]
     *results, gradients = zip(*parts, strict=True)
     expected = combine_parts(list(zip(*results, strict=True)), [1.0] * count)
-    plan, held = plan_of(ready, cuts, policy, count), []
+    plan, held = make_plan(ready, cuts, policy, count), []
 
     def note(values, _):
         held.append(sum(value.nbytes for value in values._held.values()))

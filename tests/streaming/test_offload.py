@@ -38,16 +38,16 @@ from jaxinf.errors import BudgetError, StoreIOError, StoreSpaceError, StreamErro
 from jaxinf.streaming import compiled_step
 from jaxinf.streaming.move.scratch import MAX_RUN_BYTES, ScratchFiles, padded_bytes
 from jaxinf.streaming.move.values import Values
-from jaxinf.streaming.plan.choice import (
+from jaxinf.streaming.plan.compiled import Executables, measure_memory
+from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
+from jaxinf.streaming.plan.offload import evict_values, least_peak_bytes, place_on_host
+from jaxinf.streaming.plan.order import make_plan
+from jaxinf.streaming.plan.recompute import (
     NUM_MEASURED,
     StepTimes,
     freed_bytes,
     segments_to_recompute,
 )
-from jaxinf.streaming.plan.compiled import Executables, measured
-from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
-from jaxinf.streaming.plan.leaving import evicted, least_bytes, on_host
-from jaxinf.streaming.plan.order import plan_of
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.transfer import ByteMeters, allocate_pages, page_ceil
 
@@ -67,9 +67,9 @@ def plans(small_values_leave):
     def make(program):
         ready = prepared(program)
         cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
-        keep, offload = (plan_of(ready, cuts, policy) for policy in ("keep", "offload"))
-        offload = measured(offload, executables := Executables())
-        plan = evicted(offload, budget_bytes := least_bytes(offload))
+        keep, offload = (make_plan(ready, cuts, name) for name in ("keep", "offload"))
+        offload = measure_memory(offload, executables := Executables())
+        plan = evict_values(offload, budget_bytes := least_peak_bytes(offload))
         assert plan.peak_bytes <= budget_bytes
         return keep, plan, executables
 
@@ -79,7 +79,7 @@ def plans(small_values_leave):
 def least_of(plan):
     """The least memory of the host for values."""
     try:
-        on_host(plan, 0)
+        place_on_host(plan, 0)
     except BudgetError as error:
         return error.missing_bytes
     return 0
@@ -102,15 +102,15 @@ class Watched(Values):
         gc.collect()
         self.others = pinned_bytes()
 
-    def put(self, slots, outputs):
-        super().put(slots, outputs)
-        self.made |= zip(slots, map(weakref.ref, outputs), strict=True)
+    def put(self, values, outputs):
+        super().put(values, outputs)
+        self.made |= zip(values, map(weakref.ref, outputs), strict=True)
 
     def before_call(self, number):
         super().before_call(number)
-        for slot in (x for n in self._gone if n <= number for x in self._gone[n]):
-            value = self.made[slot]() if self._has_link else self._offloaded[slot].host
-            assert value is None, "it is still in memory"
+        for value in (x for n in self._gone if n <= number for x in self._gone[n]):
+            held = self.made[value]() if self._has_link else self._offloaded[value].host
+            assert held is None, "it is still in memory"
         pinned = pinned_bytes() - self.others
         self.most_pinned_bytes = max(self.most_pinned_bytes, pinned)
 
@@ -126,23 +126,23 @@ def test_bits_are_those_of_keep(name, plans, tmp_path):
     program = ZOO[name]()
     keep, plan, executables = plans(program)
     expected = streamed_plan(program, keep, executables)
-    sizes = {slot: plan.lives[slot].num_bytes for slot in plan.evictions}
-    most, least = on_host(plan, ENOUGH).host_bytes, least_of(plan)
+    sizes = {value: plan.lives[value].num_bytes for value in plan.evictions}
+    most, least = place_on_host(plan, ENOUGH).host_bytes, least_of(plan)
     hosts = (most, least, (least + most) // 2) if name in BY_THE_HOST else ()
     for host_bytes in (None, *hosts):
-        waiting = plan.waiting if host_bytes is None else on_host(plan, host_bytes)
-        values = Watched(replace(plan, waiting=waiting), ScratchFiles([tmp_path]))
+        offload = place_on_host(plan, host_bytes) if host_bytes else plan.offload
+        values = Watched(replace(plan, offload=offload), ScratchFiles([tmp_path]))
         for _ in range(2):  # the second step reuses the files
             found = streamed_plan(program, plan, executables, values=values)
             assert_same_bits(found, expected)
         moved = values.moved.snapshot()
-        on_drive = sum(sizes[slot] for slot in waiting.on_drive)
+        on_drive = sum(sizes[value] for value in offload.on_drive)
         assert moved.drive_write_bytes == 2 * on_drive
         assert moved.drive_read_bytes <= 2 * on_drive
         if host_bytes is not None:
             assert bool(on_drive) == (host_bytes < most)
             assert moved.link_up_bytes == 2 * sum(sizes.values())
-            assert max(values.most_pinned_bytes, waiting.host_bytes) <= host_bytes
+            assert max(values.most_pinned_bytes, offload.host_bytes) <= host_bytes
         values.close()
 
 
@@ -163,9 +163,9 @@ def test_bits_do_not_depend_on_a_slow_drive(plans, tmp_path, monkeypatch):
         at_each_call(monkeypatch, ScratchFiles, name, pause)
     at_each_call(monkeypatch, ScratchFiles, "write", note, after=True)
     at_each_call(monkeypatch, ScratchFiles, "read", lambda _, p, *__: written.remove(p))
-    for waiting in (plan.waiting, on_host(plan, least)):
+    for offload in (plan.offload, place_on_host(plan, least)):
         written = set()
-        values = Watched(replace(plan, waiting=waiting), ScratchFiles([tmp_path]))
+        values = Watched(replace(plan, offload=offload), ScratchFiles([tmp_path]))
         found = streamed_plan(program, plan, executables, values=values)
         assert_same_bits(found, expected)
         assert values.moved.snapshot().drive_write_bytes > 0
@@ -177,15 +177,15 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
     """Its read, which is late, ends with its step."""
     program = ZOO["l2_penalty"](depth=8)
     keep, plan, executables = plans(program)
-    waiting = replace(on_host(plan, least_of(plan)), leaving_bytes=ENOUGH)
-    values = Values(replace(plan, waiting=waiting), ScratchFiles([tmp_path]))
-    last, coming, over = waiting.on_drive[-1], threading.Event(), threading.Event()
+    offload = replace(place_on_host(plan, least_of(plan)), leaving_bytes=ENOUGH)
+    values = Values(replace(plan, offload=offload), ScratchFiles([tmp_path]))
+    last, coming, over = offload.on_drive[-1], threading.Event(), threading.Event()
 
     def pause(event, those, _, one, *__):
         assert one not in those or event.wait(10)
 
     def note(_, number):
-        if number == plan.evictions[last].back:
+        if number == plan.evictions[last].return_call:
             coming.set()
 
     for owner, name, event, those in (
@@ -209,20 +209,20 @@ def test_a_value_that_is_still_written_is_forwarded(plans, tmp_path, monkeypatch
 def test_the_value_needed_last_leaves_first(plans):
     plan = plans(ZOO["l2_penalty"](depth=8))[1]
     whole = replace(plan, evictions={})
-    least, most = least_bytes(whole), max(whole.call_bytes())
+    least, most = least_peak_bytes(whole), max(whole.call_bytes())
     assert least < 0.7 * most
     for budget_bytes in range(least, most, 4096):
-        assert evicted(whole, budget_bytes).peak_bytes <= budget_bytes
-    one = evicted(whole, most - 1).evictions
+        assert evict_values(whole, budget_bytes).peak_bytes <= budget_bytes
+    one = evict_values(whole, most - 1).evictions
     others = [
         life.takers[-1]
-        for slot, life in plan.lives.items()
-        if slot not in one and life.takers and life.made == 0
+        for value, life in plan.lives.items()
+        if value not in one and life.takers and life.made == 0
     ]
-    assert max(eviction.needed for eviction in one.values()) >= max(others)
-    on_drive = on_host(plan, least_of(plan)).on_drive
-    stay = [e.needed for slot, e in plan.evictions.items() if slot not in on_drive]
-    assert min(plan.evictions[s].needed for s in on_drive) >= max(stay, default=0)
+    assert max(eviction.use_call for eviction in one.values()) >= max(others)
+    on_drive = place_on_host(plan, least_of(plan)).on_drive
+    stay = [e.use_call for value, e in plan.evictions.items() if value not in on_drive]
+    assert min(plan.evictions[s].use_call for s in on_drive) >= max(stay, default=0)
 
 
 @pytest.mark.usefixtures("everything_leaves")
@@ -377,11 +377,11 @@ def times(plan, waited, own):
 @pytest.mark.usefixtures("everything_leaves")
 def test_the_cheapest_bytes_are_recomputed_as_far_as_drives_are_slower():
     ready = prepared(PROGRAM)
-    plan = evicted(plan_of(ready, cuts_of(ready, 1 << 15), "plan"), 0)
+    plan = evict_values(make_plan(ready, cuts_of(ready, 1 << 15), "plan"), 0)
     freed = freed_bytes(plan)
     assert len(freed) > 2
     cheapest = sorted(freed, key=lambda one: -freed[one])
-    away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
+    away_bytes = sum(plan.lives[value].num_bytes for value in plan.evictions)
     both = {"forward": 1.0, "backward": 1.0}
 
     def chosen(waited, own):
@@ -409,7 +409,7 @@ def test_nothing_is_recomputed_where_nothing_is_backward():
         return jnp.mean(x * first)  # which is away meanwhile
 
     ready = prepared(replace(PROGRAM, loss=loss))
-    plan = evicted(plan_of(ready, cuts_of(ready, 1 << 12), "plan"), 0)
+    plan = evict_values(make_plan(ready, cuts_of(ready, 1 << 12), "plan"), 0)
     assert plan.evictions
     both = {"forward": 1.0, "free": 1.0}
     assert not segments_to_recompute(plan, times(plan, both, both))

@@ -19,7 +19,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.streaming.count import program_bytes
 from jaxinf.streaming.plan import reads
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
-from jaxinf.streaming.plan.order import plan_of
+from jaxinf.streaming.plan.order import make_plan
 from jaxinf.streaming.program import lifetimes
 from jaxinf.streaming.program.cut import cuts_of
 from jaxinf.streaming.program.graph import Piece
@@ -38,7 +38,7 @@ def cut_in_blocks(name, depth):
 
 
 def pieces_of(plan):
-    read = [use.tensor for use in plan.uses]
+    read = [use.tensor for use in plan.param_stays]
     return read, [piece for call in plan.calls for piece, _ in call.gradients]
 
 
@@ -49,7 +49,7 @@ def test_more_equal_blocks_need_no_more_programs(name):
     plans = []
     for depth in (12, 24, 48):
         ready = prepared(ZOO[name](depth=depth))
-        plans.append(plan_of(ready, cuts_of(ready, limit_bytes)))
+        plans.append(make_plan(ready, cuts_of(ready, limit_bytes)))
     assert len({len(plan.programs) for plan in plans}) == 1
     few, more, most = (len(plan.calls) for plan in plans)
     assert few < more < most
@@ -75,20 +75,20 @@ def test_what_stays_fits_and_nothing_else_would(drawn, capacity):
 def test_params_stay_for_a_later_call_if_they_fit(num_spare, num_reads):
     """Half of the room beyond the least is for reading ahead."""
     uses = [[0], [], [1, 2, 3, 4], [], [], [0]]
-    fetches = reads.fetches_of(
+    fetches = reads.plan_fetches(
         Stay(n, n + 1, 0, unit(leaf)) for n, own in enumerate(uses) for leaf in own
     )
-    held = reads.fetched_bytes(fetches, len(uses))
-    joined = reads.keep_between(fetches, held, num_spare * unit(0).page_bytes)
+    held = reads.unit_bytes_by_call(fetches, len(uses))
+    joined = reads.join_fetches(fetches, held, num_spare * unit(0).page_bytes)
     assert len(joined) == num_reads
-    assert held.tolist() == reads.fetched_bytes(joined, len(uses)).tolist()
+    assert held.tolist() == reads.unit_bytes_by_call(joined, len(uses)).tolist()
 
 
 def test_the_last_read_before_the_gradient_serves_the_update():
     calls = [(0, 0, 0), (1, 1, 1), (0, 3, 4), (1, 6, 6)]
     fetches = [reads.Fetch(unit(leaf), *first_last) for leaf, *first_last in calls]
-    made, held = {unit(0): 4, unit(1): 5}, reads.fetched_bytes(fetches, 8)
-    found = reads.hand_over(fetches, made, held, 1 << 20)
+    made, held = {unit(0): 4, unit(1): 5}, reads.unit_bytes_by_call(fetches, 8)
+    found = reads.hand_to_updates(fetches, made, held, 1 << 20)
     assert [fetch.gradient for fetch in found] == [None, 5, 4, None]
 
 
@@ -103,7 +103,7 @@ def test_recomputing_holds_no_scores():
         loss, [np.ones((64, 64), np.float32)] * 3, np.ones((512, 64), "f")
     )
     cuts = cut_to_fit(ready, 1 << 30, "keep").cuts
-    plan = plan_of(ready, cuts, "recompute")
+    plan = make_plan(ready, cuts, "recompute")
     num_forward = len(cuts) - 1
     kept = [
         life.aval.shape
@@ -151,12 +151,12 @@ def pending_bytes(plan):
     sizes = {}
     held, most = set(), 0
     for call in plan.calls:
-        for slot, value in zip(call.makes, call.program.outputs, strict=True):
-            if slot is not None and call.program.name.startswith("backward"):
-                sizes[slot] = value.aval.size * value.aval.dtype.itemsize
-                held.add(slot)
+        for value, output in zip(call.makes, call.program.outputs, strict=True):
+            if value is not None and call.program.name.startswith("backward"):
+                sizes[value] = output.aval.size * output.aval.dtype.itemsize
+                held.add(value)
         held -= set(call.frees)
-        most = max(most, sum(sizes[slot] for slot in held))
+        most = max(most, sum(sizes[value] for value in held))
     return most
 
 

@@ -17,7 +17,7 @@ from jaxinf.streaming.move.spill import Spill, beyond_memory
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import cut_to_fit
-from jaxinf.streaming.plan.order import plan_of
+from jaxinf.streaming.plan.order import make_plan
 from jaxinf.transfer import ByteMeters
 
 pytestmark = pytest.mark.optimized("long")
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
     assert_close(aux, expected_aux, 1e-6)
 
     # With the same bits activations may be kept, and gradients be on a drive meanwhile.
-    keeping = plan_of(ready, plan.cuts, "keep")
+    keeping = make_plan(ready, plan.cuts, "keep")
     found = ready.graph.gradients.items()
     sizes = {piece: max(1, aval_bytes(value.aval)) for piece, value in found}
     scratch = ScratchFiles([tmp_path], meters := ByteMeters())
@@ -77,7 +77,7 @@ def digest(name, cuts=None):
     ready = prepared(program)
     if cuts is None:
         cuts = cut_to_fit(ready, smallest_bytes(ready) * 3 // 2).cuts
-    found = numbers(streamed(program, plan_of(ready, cuts), Executables()))
+    found = numbers(streamed(program, make_plan(ready, cuts), Executables()))
     text = ready.fingerprint.encode() + b"".join(leaf.tobytes() for leaf in found)
     return cuts, hashlib.sha256(text).hexdigest()
 

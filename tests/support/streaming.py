@@ -18,8 +18,8 @@ from jaxinf.store import StoreDirectory
 from jaxinf.streaming.move.params import ParamReader
 from jaxinf.streaming.move.spill import beyond_memory
 from jaxinf.streaming.move.work_queues import WorkQueues
-from jaxinf.streaming.plan.order import plan_of
-from jaxinf.streaming.plan.reads import ParamReads
+from jaxinf.streaming.plan.order import make_plan
+from jaxinf.streaming.plan.reads import ReadPlan
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.lifetimes import order_program
 from jaxinf.streaming.program.units import ParamUnit, units_of
@@ -40,7 +40,7 @@ def prepared(program):
 def smallest_bytes(ready, policy="recompute", num_parts=1):
     """Returns the smallest budget that `cut_to_fit` accepts by estimates."""
     cuts = {cuts_of(ready, limit) for limit in segment_limits(ready)}
-    return min(plan_of(ready, one, policy, num_parts).peak_bytes for one in cuts)
+    return min(make_plan(ready, one, policy, num_parts).peak_bytes for one in cuts)
 
 
 def in_memory(leaves):
@@ -78,7 +78,7 @@ def read_ahead(fetches, room_bytes, host_bytes=None, read_leaves=None, jobs=None
     return ParamReader(
         units_of(leaves, lambda *_: True),
         reads,
-        ParamReads(tuple(fetches), room_bytes, host_bytes),
+        ReadPlan(tuple(fetches), room_bytes, host_bytes),
         jobs or WorkQueues(),
     )
 
@@ -194,7 +194,7 @@ def unit(leaf):
 
 def planned_bytes(step):
     """Returns the bytes that the steps of the last batch's shape move on drives."""
-    return step._last._ends.updates.traffic(step.plan)
+    return step._last._updates.traffic(step.plan)
 
 
 def moved_as_planned(step, *names):

@@ -1,6 +1,6 @@
 """Moves tensors between drives, the host and the JAX device while programs run.
 
-    plan/leaving.py  which values leave memory, where they wait     ─► values.py
+    plan/offload.py  which values leave memory, where they wait     ─► values.py
     plan/reads.py    when params are read, and how long they stay   ─► params.py
     spill.py         gradients that wait: in memory, then on drives
 

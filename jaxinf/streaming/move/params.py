@@ -22,7 +22,7 @@ from jaxinf.engine import Engine, StateReader, assemble_shards, average_states
 from jaxinf.streaming.move.host_buffers import HostBuffers
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues
 from jaxinf.streaming.plan.memory import READER_BYTES
-from jaxinf.streaming.plan.reads import Fetch, ParamReads
+from jaxinf.streaming.plan.reads import Fetch, ReadPlan
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import ParamUnit, UnitOf, piece_sharding
 from jaxinf.transfer import Buffer, allocate_pages, span
@@ -130,7 +130,7 @@ class ParamReader:
         self,
         unit_of: UnitOf | None,
         begin_reads: Callable[[int], AbstractContextManager[ReadUnit]],
-        planned: ParamReads,
+        planned: ReadPlan,
         jobs: WorkQueues,
         keep_errors: Callable[[], AbstractContextManager[None]] = nullcontext,
         version: Callable[[], Any] = lambda: 0,
@@ -157,7 +157,7 @@ class ParamReader:
         self._ending: defaultdict[int, list[Fetch]] = defaultdict(list)  # by call
         for fetch in planned.fetches:
             self._fetches_of[fetch.unit].append(fetch)
-            if not fetch.stays:
+            if not fetch.spans_steps:
                 self._ending[fetch.last].append(fetch)
 
     # --- a step --------------------------------------------------------------------
@@ -256,7 +256,7 @@ class ParamReader:
                 unit = read.fetch.unit
                 if not read.is_ready and self._for_updates.get(unit) is read:
                     del self._for_updates[unit]
-                if not (read.is_ready and read.fetch.stays):
+                if not (read.is_ready and read.fetch.spans_steps):
                     self._end_read(read)
         self._step.close()
 

@@ -27,8 +27,8 @@ from jaxinf.streaming.move.scratch import (
     padded_bytes,
 )
 from jaxinf.streaming.move.work_queues import Queue, WorkQueues
-from jaxinf.streaming.plan.calls import Plan, ValueSlot
-from jaxinf.streaming.plan.leaving import NUM_COPIES
+from jaxinf.streaming.plan.calls import Plan, StepValue
+from jaxinf.streaming.plan.offload import NUM_COPIES
 from jaxinf.streaming.program.units import PINNED
 from jaxinf.transfer import Buffer, ByteMeters, span
 from jaxinf.typing import Array
@@ -94,75 +94,75 @@ class Values:
         self._scratch = ScratchFiles(()) if scratch is None else scratch
         self._jobs = WorkQueues() if jobs is None else jobs
         self._changed = self._jobs.changed
-        evictions, lives, waiting = plan.evictions, plan.lives, plan.waiting
-        sizes = {slot: lives[slot].num_bytes for slot in waiting.on_drive}
+        evictions, lives, offload = plan.evictions, plan.lives, plan.offload
+        sizes = {value: lives[value].num_bytes for value in offload.on_drive}
         self._places = self._scratch.allocate(sizes)
-        self._waiting, self._has_link = waiting, waiting.has_link
-        self._free_leaving_bytes = waiting.leaving_bytes
+        self._offload, self._has_link = offload, offload.has_link
+        self._free_leaving_bytes = offload.leaving_bytes
         self._buffers = HostBuffers(
             self._jobs,
             "values",
-            waiting.read_bytes,
-            has_link=waiting.has_link,
+            offload.read_bytes,
+            has_link=offload.has_link,
             pinned_bytes=0,  # one at a time
         )
-        by_need = sorted(evictions.items(), key=lambda item: item[1].needed)
-        by_departure = sorted(by_need, key=lambda item: item[1].gone)
-        self._leaving = _by_call((slot, x.written) for slot, x in by_departure)
-        self._gone = _by_call((slot, x.gone) for slot, x in by_need)
-        self._back = _by_call((slot, x.back) for slot, x in by_need)
-        self._last_use = _by_call((slot, lives[slot].takers[-1]) for slot in evictions)
-        self._held: dict[ValueSlot, jax.Array] = {}
-        self._offloaded: dict[ValueSlot, _Offloaded] = {}
+        by_need = sorted(evictions.items(), key=lambda item: item[1].use_call)
+        by_departure = sorted(by_need, key=lambda item: item[1].free_call)
+        self._leaving = _by_call((value, x.leave_call) for value, x in by_departure)
+        self._gone = _by_call((value, x.free_call) for value, x in by_need)
+        self._back = _by_call((value, x.return_call) for value, x in by_need)
+        self._last_use = _by_call((v, lives[v].takers[-1]) for v in evictions)
+        self._held: dict[StepValue, jax.Array] = {}
+        self._offloaded: dict[StepValue, _Offloaded] = {}
         self.moved, self.waited_s = ByteMeters(), 0.0
 
     # --- a step, call by call ------------------------------------------------------
 
-    def __getitem__(self, slot: ValueSlot) -> jax.Array:
+    def __getitem__(self, value: StepValue) -> jax.Array:
         """Returns a value; blocks until it is back."""
-        if slot not in self._held:
-            offloaded = self._offloaded[slot]
+        if value not in self._held:
+            offloaded = self._offloaded[value]
             self._wait_for(lambda: offloaded.is_back)
             if offloaded.value is None:  # the device reads it in place
                 put = jax.device_put(offloaded.read_array, offloaded.aval.sharding)
                 offloaded.value = jax.block_until_ready(put)
             assert offloaded.value is not None
-            self._held[slot] = offloaded.value
-        return self._held[slot]
+            self._held[value] = offloaded.value
+        return self._held[value]
 
     def before_call(self, number: int) -> None:
         """Waits for values that must be gone for a call; lets others come back."""
-        for slot in () if number else self._waiting.on_drive:
-            self._jobs.submit(partial(self._read, slot, self._offloaded), _IN)
-        for slot in self._gone.get(number, ()):
-            self._wait_for(partial(self._is_gone, self._offloaded[slot]))
-            del self._held[slot]
+        for value in () if number else self._offload.on_drive:
+            self._jobs.submit(partial(self._read, value, self._offloaded), _IN)
+        for value in self._gone.get(number, ()):
+            self._wait_for(partial(self._is_gone, self._offloaded[value]))
+            del self._held[value]
         with self._changed:
-            for slot in self._back.get(number, ()):
-                offloaded = self._offloaded[slot]
+            for value in self._back.get(number, ()):
+                offloaded = self._offloaded[value]
                 offloaded.is_due = True
                 offloaded.has_source |= offloaded.host is not None
                 self._bring_back(offloaded)
 
     def put(
-        self, slots: Sequence[ValueSlot | None], outputs: Sequence[jax.Array]
+        self, values: Sequence[StepValue | None], outputs: Sequence[jax.Array]
     ) -> None:
-        """Takes those of a call's outputs that have a slot."""
-        for slot, output in zip(slots, outputs, strict=True):
-            if slot is not None:
-                self._held[slot] = output
+        """Takes those of a call's outputs that later calls take."""
+        for value, output in zip(values, outputs, strict=True):
+            if value is not None:
+                self._held[value] = output
 
-    def after_dispatch(self, number: int, drops: Sequence[ValueSlot]) -> None:
+    def after_dispatch(self, number: int, drops: Sequence[StepValue]) -> None:
         """Drops what no later call reads, and lets others leave."""
-        for slot in drops:
-            del self._held[slot]
-        for slot in self._leaving.get(number, ()):
-            self._leave(slot, self._held[slot])
+        for value in drops:
+            del self._held[value]
+        for value in self._leaving.get(number, ()):
+            self._leave(value, self._held[value])
 
     def after_call(self, number: int) -> None:
         """Frees memory of offloaded values that no later call reads; may block."""
-        for slot in self._last_use.get(number, ()):
-            offloaded = self._offloaded[slot]
+        for value in self._last_use.get(number, ()):
+            offloaded = self._offloaded[value]
             self._wait_for(lambda x=offloaded: x.is_written)
             with self._changed:
                 offloaded.value = None
@@ -176,7 +176,7 @@ class Values:
                 offloaded.value = offloaded.host = None
                 self._free_buffer(offloaded)
             self._offloaded = {}  # a late job of `_read` still looks at this step's
-            self._free_leaving_bytes = self._waiting.leaving_bytes
+            self._free_leaving_bytes = self._offload.leaving_bytes
         self._buffers.free_idle()  # it goes back to the system between steps
 
     def close(self) -> None:
@@ -187,15 +187,15 @@ class Values:
 
     # --- out -----------------------------------------------------------------------
 
-    def _leave(self, slot: ValueSlot, value: jax.Array) -> None:
-        aval = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-        offloaded = _Offloaded(aval, self._places.get(slot, ()), value)
+    def _leave(self, value: StepValue, array: jax.Array) -> None:
+        aval = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        offloaded = _Offloaded(aval, self._places.get(value, ()), array)
         with self._changed:
-            self._offloaded[slot] = offloaded
+            self._offloaded[value] = offloaded
         if self._has_link:
             self._jobs.submit(partial(self._copy_out, offloaded), _OUT)
         else:
-            self._write(offloaded, value)
+            self._write(offloaded, array)
 
     def _is_gone(self, offloaded: _Offloaded) -> bool:
         return offloaded.value is None and (offloaded.host is None or self._has_link)
@@ -243,14 +243,14 @@ class Values:
 
     # --- back ----------------------------------------------------------------------
 
-    def _read(self, slot: ValueSlot, of_step: Mapping[ValueSlot, _Offloaded]) -> None:
+    def _read(self, value: StepValue, of_step: Mapping[StepValue, _Offloaded]) -> None:
         """Starts to read a value once drives have it and there is room; on a thread.
 
         A value that comes back from `host` is not read; its step may be over by now.
         """
 
         def can_begin() -> bool:
-            offloaded = of_step.get(slot)
+            offloaded = of_step.get(value)
             if offloaded is None or offloaded.has_source:
                 return offloaded is not None
             if offloaded.is_written and (offloaded.is_due or self._has_link):
@@ -263,7 +263,7 @@ class Values:
             self._bring_back(offloaded)
 
         self._jobs.wait_for(can_begin)
-        offloaded = of_step[slot]
+        offloaded = of_step[value]
         if offloaded.buffer is not None:
             read, memory = self._scratch.read, offloaded.buffer.array
             self._scratch.start(self._jobs, read, offloaded.runs, memory, note_read)
@@ -296,8 +296,8 @@ class Values:
             self.waited_s += self._jobs.wait_for(is_done)
 
 
-def _by_call(pairs: Iterable[tuple[ValueSlot, int]]) -> Mapping[int, list[ValueSlot]]:
-    slots: defaultdict[int, list[ValueSlot]] = defaultdict(list)
-    for slot, number in pairs:
-        slots[number].append(slot)
-    return slots
+def _by_call(pairs: Iterable[tuple[StepValue, int]]) -> Mapping[int, list[StepValue]]:
+    values: defaultdict[int, list[StepValue]] = defaultdict(list)
+    for value, number in pairs:
+        values[number].append(value)
+    return values

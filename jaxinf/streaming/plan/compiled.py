@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.program import aval_bytes
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.calls import Call, Plan, ValueSlot
+from jaxinf.streaming.plan.calls import Call, Plan, StepValue
 from jaxinf.streaming.program.graph import Batch, Const, Origin, Piece
 from jaxinf.streaming.program.meshes import typed_sharding
 from jaxinf.streaming.program.programs import bytes_beside, compile_program
@@ -28,35 +28,35 @@ class Executables:
     Attributes:
       is_deterministic: Whether they have the same bits in each run.
       are_run: Whether they are compiled to run, not only for what they take.
-      known: By key, donated inputs, and shardings of inputs and outputs.
+      compiled: By key, donated inputs, and shardings of inputs and outputs.
     """
 
     is_deterministic: bool = True
     are_run: bool = True
-    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
-    """Compiles a plan's programs unless they are known; returns one a call. Blocks.
+    """Compiles a plan's programs, each once; returns one for each call. Blocks.
 
     On several devices JAX chooses the shardings of values. A program is compiled for
     those of its inputs, so that equal blocks share one as soon as their inputs' agree.
     """
-    mesh, known, found = plan.traced.mesh, executables.known, list[Any]()
-    held: dict[ValueSlot, Any] = {}  # shardings of values
+    mesh, compiled, of_calls = plan.traced.mesh, executables.compiled, list[Any]()
+    shardings: dict[StepValue, Any] = {}
     for call in plan.calls:
         program, donated = call.program, plan.donated[call.program.key]
         inputs: tuple[Any, ...] = ()
         outputs: tuple[Any, ...] = ()
         if mesh is not None:
             inputs = tuple(
-                _input(plan, mesh, held, ref, value)
+                _input_sharding(plan, mesh, shardings, ref, value)
                 for ref, value in zip(call.takes, program.inputs, strict=True)
             )
-            outputs = _outputs(plan, mesh, call)
+            outputs = _output_shardings(plan, mesh, call)
         key = program.key, donated, inputs, outputs
-        if key not in known:
-            known[key] = compile_program(
+        if key not in compiled:
+            compiled[key] = compile_program(
                 program,
                 donated,
                 inputs,
@@ -64,17 +64,17 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
                 is_deterministic=executables.is_deterministic,
                 is_run=executables.are_run,
             )
-        found.append(known[key])
+        of_calls.append(compiled[key])
         if mesh is not None:
-            chosen = zip(call.makes, found[-1].output_shardings, strict=True)
-            held.update((slot, one) for slot, one in chosen if slot is not None)
-    return found
+            chosen = zip(call.makes, compiled[key].output_shardings, strict=True)
+            shardings |= {value: s for value, s in chosen if value is not None}
+    return of_calls
 
 
 # --- memory --------------------------------------------------------------------------
 
 
-def measured(plan: Plan, executables: Executables) -> Plan:
+def measure_memory(plan: Plan, executables: Executables) -> Plan:
     """Returns the plan with the memory that its programs take, as XLA says; blocks.
 
     Devices in the host's memory count together; of others, one counts.
@@ -85,8 +85,8 @@ def measured(plan: Plan, executables: Executables) -> Plan:
         num_devices = len(mesh.local_devices)
     compiled = compile_plan(plan, executables)
     for call, executable in zip(plan.calls, compiled, strict=True):
-        own = bytes_beside(call.program, executable) * num_devices
-        temps[call.program.key] = max(own, temps.get(call.program.key, 0))
+        temp_bytes = bytes_beside(call.program, executable) * num_devices
+        temps[call.program.key] = max(temp_bytes, temps.get(call.program.key, 0))
         if mesh is not None:
             pairs = zip(call.program.outputs, executable.output_shardings, strict=True)
             shards = (
@@ -97,17 +97,17 @@ def measured(plan: Plan, executables: Executables) -> Plan:
     return replace(plan, temp_bytes=temps, output_bytes=outputs or None)
 
 
-def known_temps(plan: Plan, executables: Executables) -> Mapping[str, int]:
+def known_temp_bytes(plan: Plan, executables: Executables) -> Mapping[str, int]:
     """Returns the temporaries, by key, of programs that were compiled before.
 
     On several devices none is known before the shardings of its inputs.
     """
-    found = dict[str, int]()
+    temps = dict[str, int]()
     for key, program in plan.programs.items() if plan.traced.mesh is None else ():
-        known = executables.known.get((key, plan.donated[key], (), ()))
-        if known is not None:
-            found[key] = bytes_beside(program, known)
-    return found
+        executable = executables.compiled.get((key, plan.donated[key], (), ()))
+        if executable is not None:
+            temps[key] = bytes_beside(program, executable)
+    return temps
 
 
 # --- shardings -----------------------------------------------------------------------
@@ -117,34 +117,34 @@ def const_sharding(const: Any, mesh: Mesh | None) -> Any:
     """Returns the sharding of an array that a function closed over."""
     if mesh is None:
         return None
-    own = getattr(const, "sharding", None)
-    if isinstance(own, NamedSharding) and own.mesh == mesh:
-        return own
+    sharding = getattr(const, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _outputs(plan: Plan, mesh: Mesh, call: Call) -> tuple[Any, ...]:
+def _output_shardings(plan: Plan, mesh: Mesh, call: Call) -> tuple[Any, ...]:
     """Returns the shardings that outputs must have, or None: a gradient its params'."""
     # A program without inputs would be one device's.
     other = None if call.takes else NamedSharding(mesh, PartitionSpec())
-    own = {i: piece for piece, i in call.pieces}
+    pieces = {i: piece for piece, i in call.pieces}
     numbers = range(len(call.program.outputs))
-    return tuple(_of_piece(plan, own[i]) if i in own else other for i in numbers)
+    return tuple(_of_piece(plan, pieces[i]) if i in pieces else other for i in numbers)
 
 
-def _input(
+def _input_sharding(
     plan: Plan,
     mesh: Mesh,
-    held: Mapping[ValueSlot, Any],
-    ref: Origin | ValueSlot,
+    shardings: Mapping[StepValue, Any],
+    ref: Origin | StepValue,
     value: Any,
 ) -> Any:
     typed, traced = typed_sharding(value.aval), plan.traced
     if typed is not None and mesh.are_all_axes_explicit:
         return NamedSharding(mesh, typed.spec)
     match ref:
-        case ValueSlot():
-            return held[ref]
+        case StepValue():
+            return shardings[ref]
         case Piece():
             return _of_piece(plan, ref)
         case Batch():

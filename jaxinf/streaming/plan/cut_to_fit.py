@@ -17,27 +17,32 @@ from jaxinf.errors import BudgetError
 from jaxinf.processes import Group
 from jaxinf.program import aval_bytes
 from jaxinf.streaming.plan.calls import Plan, Policy
-from jaxinf.streaming.plan.compiled import Executables, known_temps, measured
-from jaxinf.streaming.plan.leaving import evicted, least_bytes, may_leave, on_host
+from jaxinf.streaming.plan.compiled import Executables, known_temp_bytes, measure_memory
 from jaxinf.streaming.plan.memory import (
     FREE_SHARE,
     Budget,
-    Memory,
     MemoryNeed,
+    StepMemory,
     StepNeeds,
     check_pinned,
-    divide,
+    divide_memory,
+)
+from jaxinf.streaming.plan.offload import (
+    evict_values,
+    least_peak_bytes,
+    may_offload,
+    place_on_host,
 )
 from jaxinf.streaming.plan.options import Options
-from jaxinf.streaming.plan.order import plan_of
+from jaxinf.streaming.plan.order import make_plan
 from jaxinf.streaming.plan.reads import plan_reads, staged_bytes
-from jaxinf.streaming.plan.report import largest_text
+from jaxinf.streaming.plan.report import describe_largest
 from jaxinf.streaming.program.cut import cuts_of, segment_limits
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.terminal import exact_bytes, format_bytes
 from jaxinf.typing import JsonValue
 
-_Plan = TypeVar("_Plan")
+_Planned = TypeVar("_Planned")
 
 # A segment may take a third of the budget: one runs, one waits, one is fetched.
 _SHARE = 3
@@ -48,7 +53,7 @@ _MIB = 1 << 20
 
 
 def cut_to_fit(
-    ready: OrderedProgram,
+    ordered: OrderedProgram,
     budget_bytes: int,
     policy: Policy = "recompute",
     *,
@@ -60,7 +65,6 @@ def cut_to_fit(
 
     Args:
       budget_bytes: Memory for a step's programs.
-      num_parts: Number of parts of a batch that its programs run for in turn.
       measure: Returns the plan with its `peak_bytes` measured, or at least so many if
         they exceed the budget; by default temporaries are left out.
       limit: The argument that bounds the budget.
@@ -70,26 +74,28 @@ def cut_to_fit(
     """
     best: Plan | None = None
     tried = set[Sequence[int]]()
-    most = budget_bytes // _SHARE
+    share = budget_bytes // _SHARE
     # Ever smaller segments, those of a third of the budget first.
-    limits = sorted(segment_limits(ready), key=lambda n: (n > most, abs(most - n)))
-    for most_bytes in limits:
-        cuts = cuts_of(ready, most_bytes)
+    limits = sorted(segment_limits(ordered), key=lambda n: (n > share, abs(share - n)))
+    for limit_bytes in limits:
+        cuts = cuts_of(ordered, limit_bytes)
         if cuts in tried:
             continue
         tried.add(cuts)
-        plan = measure(plan_of(ready, cuts, policy, num_parts))
+        plan = measure(make_plan(ordered, cuts, policy, num_parts))
         if plan.peak_bytes <= budget_bytes:
             return plan
         if best is None or plan.peak_bytes < best.peak_bytes:
             best = plan
     assert best is not None, "there is a plan for every limit"
-    more_parts = "another number of micro_batches or " if ready.graph.gradients else ""
+    more_parts = (
+        "another number of micro_batches or " if ordered.graph.gradients else ""
+    )
     raise BudgetError(
         limit,
         f"it leaves {format_bytes(budget_bytes)} for params, values and temporaries of "
         f"the program, whose smallest cut takes at least "
-        f"{format_bytes(best.peak_bytes)}, with {largest_text(best)}",
+        f"{format_bytes(best.peak_bytes)}, with {describe_largest(best)}",
         best.peak_bytes - budget_bytes,
         f", or give {more_parts}a smaller batch",
     )
@@ -98,8 +104,8 @@ def cut_to_fit(
 # --- a step's plan, in all processes -------------------------------------------------
 
 
-def plan_within(
-    ready: OrderedProgram,
+def plan_step(
+    ordered: OrderedProgram,
     needs: StepNeeds,
     options: Options,
     budget: Budget,
@@ -107,153 +113,154 @@ def plan_within(
     group: Group,
     executables: Executables,
     kept: Sequence[int] | None = None,
-    again: frozenset[int] = frozenset(),
+    recomputed: frozenset[int] = frozenset(),
 ) -> Plan:
     """Plans a step within a budget; compiles its programs, and blocks.
 
     Args:
-      ready: The function, traced for a part of a batch.
       group: The processes, which plan together, in the memory that all have.
       kept: The cuts on which bits depend from before; None if there are none.
-      again: Segments that ``policy="plan"`` recomputes.
+      recomputed: Segments that ``policy="plan"`` recomputes.
 
     Raises:
       BudgetError: The budget is too small.
       StreamError: The program cannot be cut.
       ProcessError: Other processes have other plans, or have failed.
     """
-    own, plans = list[Memory](), list[Plan]()
+    memories, plans = list[StepMemory](), list[Plan]()
 
-    def divided() -> JsonValue:
-        own.append(_memory(ready, needs, options, budget))
-        return [own[0].programs, own[0].staged]
+    def divide() -> JsonValue:
+        memories.append(_step_memory(ordered, needs, options, budget))
+        return [memories[0].program_bytes, memories[0].staged_bytes]
 
-    told = group.gather("the memory of a step", divided)
-    programs, staged = map(min, zip(*told, strict=True))
-    memory = replace(own[0], programs=programs, staged=staged)
+    gathered = group.gather("the memory of a step", divide)
+    program_bytes, staged_bytes = map(min, zip(*gathered, strict=True))
+    memory = replace(
+        memories[0], program_bytes=program_bytes, staged_bytes=staged_bytes
+    )
 
-    def planned() -> JsonValue:
-        plan = _fitting(ready, needs, options, memory, executables, kept, again)
-        plans.append(_placed(plan, needs, memory))
+    def plan() -> JsonValue:
+        fitting = _plan_programs(
+            ordered, needs, options, memory, executables, kept, recomputed
+        )
+        plans.append(_place_tensors(fitting, needs, memory))
         return None if group.is_alone else plans[0].digest
 
     remedy = "give all the same options, and the same versions of packages"
-    group.agree("the plan of a step", planned, remedy)
+    group.agree("the plan of a step", plan, remedy)
     return plans[0]
 
 
-def _memory(
-    ready: OrderedProgram, needs: StepNeeds, options: Options, budget: Budget
-) -> Memory:
-    """Returns what this process has for a step's programs."""
-    traced, purpose = ready.traced, "holding its batch and constants"
+def _step_memory(
+    ordered: OrderedProgram, needs: StepNeeds, options: Options, budget: Budget
+) -> StepMemory:
+    traced, purpose = ordered.traced, "holding its batch and constants"
     given_bytes = options.micro_batches * sum(map(aval_bytes, traced.batch))
     given_bytes += sum(map(aval_bytes, traced.consts))
     others = [*needs.others, MemoryNeed(given_bytes, purpose, is_on_device=True)]
-    leaves = may_leave(traced, options.policy, options.micro_batches)
-    if leaves:
+    offloads = may_offload(traced, options.policy, options.micro_batches)
+    if offloads:
         others.append(MemoryNeed(needs.writing_bytes, "writing its values to drives"))
-    memory = divide(budget, replace(needs, others=others))
+    memory = divide_memory(budget, replace(needs, others=others))
     if memory.pool_factor > 1:  # XLA has a pool of pinned memory
-        pooled_bytes = memory.pool_factor * memory.gradients
-        check_pinned(pooled_bytes + leaves * memory.staged)
+        pooled_bytes = memory.pool_factor * memory.gradient_bytes
+        check_pinned(pooled_bytes + offloads * memory.staged_bytes)
     return memory
 
 
-def _fitting(
-    ready: OrderedProgram,
+def _plan_programs(
+    ordered: OrderedProgram,
     needs: StepNeeds,
     options: Options,
-    memory: Memory,
+    memory: StepMemory,
     executables: Executables,
     cuts: Sequence[int] | None,
-    again: frozenset[int],
+    recomputed: frozenset[int],
 ) -> Plan:
     """Returns a plan whose programs' memory fits, of new cuts if none are given."""
     policy, num_parts = options.policy, options.micro_batches
 
     def measure(plan: Plan) -> Plan:
         """Fills in temporaries; does not compile new cuts that cannot fit anyway."""
-        plan = _with_params(plan, needs)
-        plan = replace(plan, temp_bytes=known_temps(plan, executables))
-        if cuts is not None or least_bytes(plan) <= memory.programs:
-            plan = measured(plan, executables)
-        return replace(plan, peak_bytes=least_bytes(plan))
+        plan = _with_resident_params(plan, needs)
+        plan = replace(plan, temp_bytes=known_temp_bytes(plan, executables))
+        if cuts is not None or least_peak_bytes(plan) <= memory.program_bytes:
+            plan = measure_memory(plan, executables)
+        return replace(plan, peak_bytes=least_peak_bytes(plan))
 
     if cuts is None:
         return cut_to_fit(
-            ready,
-            memory.programs,
+            ordered,
+            memory.program_bytes,
             policy,
             num_parts=num_parts,
             measure=measure,
             limit=memory.limit,
         )
-    plan = measure(plan_of(ready, cuts, policy, num_parts, again))
-    if again and plan.peak_bytes > memory.programs:
-        plan = measure(plan_of(ready, cuts, policy, num_parts))
-    if plan.peak_bytes > memory.programs:
+    plan = measure(make_plan(ordered, cuts, policy, num_parts, recomputed))
+    if recomputed and plan.peak_bytes > memory.program_bytes:
+        plan = measure(make_plan(ordered, cuts, policy, num_parts))
+    missing_bytes = plan.peak_bytes - memory.program_bytes
+    if missing_bytes > 0:
         raise BudgetError(
             memory.limit,
-            f"it leaves {format_bytes(memory.programs)} for the plan that the store "
-            f"was trained with, which takes {format_bytes(plan.peak_bytes)}",
-            plan.peak_bytes - memory.programs,
+            f"it leaves {format_bytes(memory.program_bytes)} for the plan that the "
+            f"store was trained with, which takes {format_bytes(plan.peak_bytes)}",
+            missing_bytes,
             ", or pass replan=True for another plan (bits then differ from here on)",
         )
     return plan
 
 
-def _with_params(plan: Plan, needs: StepNeeds) -> Plan:
-    """Returns the plan with the params that are in memory anyway."""
+def _with_resident_params(plan: Plan, needs: StepNeeds) -> Plan:
+    """Returns the plan without stays of params that are in memory anyway."""
     if needs.unit_of is not None:
         return plan
-    # A part of a leaf is copied for its calls.
-    copied = tuple(use for use in plan.uses if use.tensor.index or use.tensor.rows)
+    # A piece of a leaf is copied for its calls.
+    stays = plan.param_stays
+    copied = tuple(stay for stay in stays if stay.tensor.index or stay.tensor.rows)
     params_bytes = sum(map(aval_bytes, plan.traced.params))
-    return replace(plan, uses=copied, resident_bytes=params_bytes)
+    return replace(plan, param_stays=copied, resident_bytes=params_bytes)
 
 
-def _placed(plan: Plan, needs: StepNeeds, memory: Memory) -> Plan:
+def _place_tensors(plan: Plan, needs: StepNeeds, memory: StepMemory) -> Plan:
     """Returns the plan with the values that leave, and the reads of params."""
     unit_of, factor = needs.unit_of, memory.pool_factor
-    if plan.is_offloaded:
-        plan = evicted(plan, memory.programs)
-    if memory.staged:
-        passing = 0 if unit_of is None else staged_bytes(unit_of, plan)
-        waiting = on_host(plan, (memory.staged - passing) // factor)
-        plan = replace(plan, waiting=waiting)
+    if plan.may_offload:
+        plan = evict_values(plan, memory.program_bytes)
+    if memory.staged_bytes:
+        passing_bytes = 0 if unit_of is None else staged_bytes(unit_of, plan)
+        host_bytes = (memory.staged_bytes - passing_bytes) // factor
+        plan = replace(plan, offload=place_on_host(plan, host_bytes))
         if unit_of is not None:
-            staged = memory.staged - factor * waiting.host_bytes
-            memory = replace(memory, staged=staged)
+            left_bytes = memory.staged_bytes - factor * plan.offload.host_bytes
+            memory = replace(memory, staged_bytes=left_bytes)
     return replace(plan, memory=memory, reads=plan_reads(plan, needs, memory))
 
 
 # --- a budget that works -------------------------------------------------------------
 
 
-def with_advice(
-    budget: Budget, plan: Callable[[Budget], _Plan], *, advises: bool
-) -> _Plan:
+def plan_or_advise(
+    budget: Budget, plan: Callable[[Budget], _Planned], *, advises: bool
+) -> _Planned:
     """Returns what `plan` makes of a budget.
 
     Args:
       advises: Whether an error names a budget that works: one that is raised by what is
         missing, and planned for, until it fits. Several processes plan but once.
-
-    Raises:
-      BudgetError: The budget is too small.
     """
     try:
         return plan(budget)
     except BudgetError as error:
-        refused = last = error
+        first = last = error
     works, device_bytes = dict[str, int](), budget.device.num_bytes or 0
     # One that was not given is what most of the device's free memory has.
     free_bytes = device_bytes / FREE_SHARE
     most_bytes = free_bytes if budget.device_memory_bytes is None else math.inf
     for _ in range(_MAX_RAISES if advises else 0):
-        least = works.get(last.limit, getattr(budget, last.limit) or device_bytes)
-        num_mib = (least + int(_RAISE * last.missing_bytes)) // _MIB + 1
+        refused = works.get(last.limit, getattr(budget, last.limit) or device_bytes)
+        num_mib = (refused + int(_RAISE * last.missing_bytes)) // _MIB + 1
         works[last.limit] = num_mib * _MIB
         if works.get("device_memory_bytes", 0) > most_bytes:
             break
@@ -263,10 +270,10 @@ def with_advice(
             last = error
         else:
             raise BudgetError(
-                refused.limit,
-                refused.problem,
-                refused.missing_bytes,
-                refused.otherwise,
+                first.limit,
+                first.problem,
+                first.missing_bytes,
+                first.otherwise,
                 {name: exact_bytes(num_bytes) for name, num_bytes in works.items()},
             )
-    raise refused
+    raise first

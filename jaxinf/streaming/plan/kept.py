@@ -12,8 +12,9 @@ from pathlib import Path
 
 from msgspec import structs
 
+from jaxinf.engine import Engine
 from jaxinf.errors import StoreFormatError, StreamError
-from jaxinf.store import CommitRecord, KeptCuts, read_old_cuts
+from jaxinf.store import KeptCuts, read_old_cuts
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import mesh_text
 
@@ -23,46 +24,43 @@ PLAN_VERSION = 2
 _GO_ON = "pass replan=True to go on with this one (bits then differ from here on)"
 
 
-def streams_of(ready: OrderedProgram, cuts: Sequence[int]) -> Mapping[str, KeptCuts]:
-    """Returns what a step's record keeps of the cuts that it was computed with.
+def cuts_record(ordered: OrderedProgram, cuts: Sequence[int]) -> Mapping[str, KeptCuts]:
+    """Returns what a step's record keeps of its cuts.
 
-    The name is a digest of the shapes of params and batch.
+    Its name is a digest of the shapes of params and batch.
     """
-    traced = ready.traced
+    traced = ordered.traced
     pairs = zip(traced.names, traced.params, strict=True)
     leaves = [f"{name}:{aval.dtype}{aval.shape}" for name, aval in pairs]
     batch = [f"{aval.dtype}{aval.shape}" for aval in traced.batch]
     text = "\n".join([*leaves, "", *batch])
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     mesh = {} if traced.mesh is None else dict(traced.mesh.shape)
-    return {name: KeptCuts(PLAN_VERSION, ready.fingerprint, tuple(cuts), mesh)}
+    return {name: KeptCuts(PLAN_VERSION, ordered.fingerprint, tuple(cuts), mesh)}
 
 
-def check_same(
-    store: Path, record: CommitRecord, streams: Mapping[str, KeptCuts]
-) -> None:
+def check_cuts(engine: Engine, streams: Mapping[str, KeptCuts]) -> None:
     """Raises StreamError if the last step's record keeps others of the same names."""
-    for name, own in streams.items():
-        if record.streams.get(name, own) != own:
-            raise _of_another(store, record.streams[name])
+    kept = engine.files.finished.streams
+    for name, cuts in streams.items():
+        if kept.get(name, cuts) != cuts:
+            raise _other_function(engine.path, kept[name])
 
 
-def kept_cuts(
-    store: Path, record: CommitRecord, ready: OrderedProgram
-) -> Sequence[int] | None:
+def kept_cuts(engine: Engine, ordered: OrderedProgram) -> Sequence[int] | None:
     """Returns the cuts that a store keeps for these leaves and this batch, or None.
 
     Raises:
       StreamError: They are of another function, version or mesh.
       StoreFormatError: They are damaged.
     """
-    num_nodes = len(ready.forward)
-    ((name, own),) = streams_of(ready, [0, num_nodes]).items()
-    kept = record.streams.get(name) or read_old_cuts(store, name)
+    store, num_nodes = engine.path, len(ordered.forward)
+    ((name, same),) = cuts_record(ordered, [0, num_nodes]).items()
+    kept = engine.files.finished.streams.get(name) or read_old_cuts(store, name)
     if kept is None:
         return None
-    if structs.replace(kept, cuts=own.cuts) != own:
-        raise _of_another(store, kept)
+    if structs.replace(kept, cuts=same.cuts) != same:
+        raise _other_function(store, kept)
     if kept.cuts[-1] != num_nodes:
         raise StoreFormatError(
             f"{store}: expected cuts of a program of {num_nodes} nodes, found "
@@ -71,7 +69,7 @@ def kept_cuts(
     return kept.cuts
 
 
-def _of_another(store: Path, kept: KeptCuts) -> StreamError:
+def _other_function(store: Path, kept: KeptCuts) -> StreamError:
     return StreamError(
         f"{store}: the store was trained with another loss function for params and "
         f"batches of these shapes, with other shardings of these (on "

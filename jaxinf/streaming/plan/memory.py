@@ -1,7 +1,7 @@
 """Divides the memory of host and JAX device; returns freed memory to the system.
 
-Invariant: the sum of the parts never exceeds the whole. What a device says of itself is
-looked at before anything is planned; nothing is written, and no memory is taken.
+Invariant: the shares never exceed the whole. What a device says of itself is looked at
+before anything is planned; nothing is written, and no memory is taken.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -33,11 +33,11 @@ _WITH_POOL = ("cuda", "gpu")
 # XLA's pool grows by powers of two, and lends a chunk whole if less than half is left.
 _POOL_FACTOR = 2
 FREE_SHARE = 0.9
-"""The part of what a device has free that a step takes by default."""
+"""The share of what a device has free that a step takes by default."""
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
-# The part for buffers, for gradients that wait, and at most for reading.
+# The share for buffers, for gradients that wait, and at most for reading.
 _SHARE = 8
 _MAX_STATE_BYTES = 512 << 20
 _MIN_STORE_BYTES = 64 << 20
@@ -61,7 +61,7 @@ class DeviceLimit:
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of a step.
+    """What a step may take: the user's limits, and what the device has.
 
     Attributes:
       device_memory_bytes: In place of the limit of `device`, if it is given.
@@ -87,17 +87,17 @@ class StepNeeds:
     Attributes:
       unit_of: The units in which params are read; None if they are in memory.
       frozen: Leaves that no update changes, so that they may stay from step to step.
-      handed: Units whose updates can take what was read for a program.
+      reusable: Units whose updates can take what was read for a program.
       state_bytes: The store's least buffers for updates; None if there are none.
       gradient_bytes: Size of the largest unit whose gradient is handed out.
       export_bytes: Memory for exports.
-      others: What else it takes.
+      others: All else.
       writing_bytes: What writing values to drives takes, if they may leave.
     """
 
     unit_of: UnitOf | None = None
     frozen: Set[int] = frozenset()
-    handed: Set[ParamUnit] = frozenset()
+    reusable: Set[ParamUnit] = frozenset()
     state_bytes: int | None = None
     gradient_bytes: int = 0
     export_bytes: int = 0
@@ -106,31 +106,31 @@ class StepNeeds:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The memory of a step, in bytes.
+class StepMemory:
+    """The memory of a step.
 
     Attributes:
-      state: The store's buffers for the optimizer's state, at least.
-      gradients: Gradients on the host that wait for their update, without what a pool
-        of pinned memory takes for them beside that.
-      programs: Params, values and temporaries of a step's programs.
-      staged: Host memory for params that are on their way to the device, or wait for
-        their update; 0 if the device's memory is the host's.
-      leaving: Gradients that leave the device or wait for their update.
-      limit: The budget that bounds `programs`.
+      state_bytes: The store's buffers for the optimizer's state, at least.
+      gradient_bytes: Gradients on the host that wait for their update, without what a
+        pool of pinned memory takes for them beside that.
+      program_bytes: Params, values and temporaries of a step's programs.
+      staged_bytes: Host memory for params that are on their way to the device, or wait
+        for their update; 0 if the device's memory is the host's.
+      leaving_bytes: Gradients that leave the device or wait for their update.
+      limit: The argument that bounds `program_bytes`.
       pool_factor: Factor of the `DeviceLimit`.
     """
 
-    state: int = 0
-    gradients: int = 0
-    programs: int = 0
-    staged: int = 0
-    leaving: int = 0
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+    program_bytes: int = 0
+    staged_bytes: int = 0
+    leaving_bytes: int = 0
     limit: str = "memory_bytes"
     pool_factor: int = 1
 
 
-def divide(budget: Budget, needs: StepNeeds) -> Memory:
+def divide_memory(budget: Budget, needs: StepNeeds) -> StepMemory:
     """Returns what a step has for its programs, and for all else.
 
     Raises:
@@ -139,53 +139,62 @@ def divide(budget: Budget, needs: StepNeeds) -> Memory:
     memory_bytes = budget.memory_bytes - needs.export_bytes
     share, gradient_bytes = memory_bytes // _SHARE, needs.gradient_bytes
     device, factor = budget.device, budget.device.pool_factor
-    state = pooled = 0
+    state_bytes = pooled_bytes = 0
     if needs.state_bytes is not None:
-        state = max(needs.state_bytes, min(share, _MAX_STATE_BYTES))
-        pooled = max(factor * gradient_bytes, share)
-    reading = 0 if needs.unit_of is None else min(READER_BYTES, share)
-    rest = memory_bytes - state - pooled - reading
-    if rest < 1:
+        state_bytes = max(needs.state_bytes, min(share, _MAX_STATE_BYTES))
+        pooled_bytes = max(factor * gradient_bytes, share)
+    reading_bytes = 0 if needs.unit_of is None else min(READER_BYTES, share)
+    left_bytes = memory_bytes - state_bytes - pooled_bytes - reading_bytes
+    if left_bytes < 1:
         raise BudgetError(
             "memory_bytes",
             "expected room for the store's buffers "
             f"({format_bytes(needs.state_bytes or 0)}), for the largest gradient "
             f"({format_bytes(factor * gradient_bytes)}) and for the program's params, "
             f"found {format_bytes(memory_bytes)}",
-            1 - rest,
+            1 - left_bytes,
         )
-    most, leaving = budget.device_memory_bytes, pooled // factor
-    most = device.num_bytes if most is None else most
-    programs, staged, limit = rest, 0, "memory_bytes"
-    if most is not None and not device.is_host:
-        leaving = min(leaving, max(gradient_bytes, most // _SHARE))
-        programs, staged, limit = most - leaving, rest, "device_memory_bytes"
-    elif most is not None and most < rest:
-        programs, limit = most, "device_memory_bytes"
-    for num_bytes, purpose, is_on_device in needs.others:
-        is_staged = staged > 0 and not is_on_device
-        left = (staged if is_staged else programs) - num_bytes
-        if left < 1:
-            raise BudgetError(
-                "memory_bytes" if is_staged else limit,
-                f"it leaves {format_bytes(max(0, left + num_bytes))} for the program, "
-                f"and {purpose} takes {format_bytes(num_bytes)}",
-                1 - left,
-            )
-        programs, staged = (programs, left) if is_staged else (left, staged)
-    return Memory(
-        state=state,
-        gradients=pooled // factor,
-        programs=programs,
-        staged=staged,
-        leaving=leaving,
+    leaving_bytes, device_bytes = pooled_bytes // factor, budget.device_memory_bytes
+    device_bytes = device.num_bytes if device_bytes is None else device_bytes
+    program_bytes, staged_bytes, limit = left_bytes, 0, "memory_bytes"
+    if device_bytes is not None and not device.is_host:
+        most_bytes = max(gradient_bytes, device_bytes // _SHARE)
+        leaving_bytes = min(leaving_bytes, most_bytes)
+        program_bytes, staged_bytes = device_bytes - leaving_bytes, left_bytes
+        limit = "device_memory_bytes"
+    elif device_bytes is not None and device_bytes < left_bytes:
+        program_bytes, limit = device_bytes, "device_memory_bytes"
+    memory = StepMemory(
+        state_bytes=state_bytes,
+        gradient_bytes=pooled_bytes // factor,
+        program_bytes=program_bytes,
+        staged_bytes=staged_bytes,
+        leaving_bytes=leaving_bytes,
         limit=limit,
         pool_factor=factor,
     )
+    for need in needs.others:
+        memory = _without(memory, need)
+    return memory
+
+
+def _without(memory: StepMemory, need: MemoryNeed) -> StepMemory:
+    """Returns the memory that a need leaves; raises BudgetError if that is nothing."""
+    is_staged = memory.staged_bytes > 0 and not need.is_on_device
+    name = "staged_bytes" if is_staged else "program_bytes"
+    left_bytes = getattr(memory, name) - need.num_bytes
+    if left_bytes < 1:
+        raise BudgetError(
+            "memory_bytes" if is_staged else memory.limit,
+            f"it leaves {format_bytes(max(0, getattr(memory, name)))} for the program, "
+            f"and {need.purpose} takes {format_bytes(need.num_bytes)}",
+            1 - left_bytes,
+        )
+    return replace(memory, **{name: left_bytes})
 
 
 def store_memory_bytes(memory_bytes: int) -> int:
-    """The `memory_bytes` to open a store with, which decide how it divides chunks."""
+    """Returns `memory_bytes` to open a store with, which decide how chunks divide."""
     return max(_MIN_STORE_BYTES, memory_bytes // _SHARE)
 
 
@@ -225,8 +234,7 @@ def gpu_limit(num_bytes: int) -> DeviceLimit:
 def check_pinned(num_bytes: int) -> None:
     """Refuses more pinned memory of the host than XLA's pool of it can have.
 
-    Args:
-      num_bytes: What the pool may take for a step, with its rounding.
+    The pool's rounding is included.
     """
     text = os.environ.get(_PINNED_VARIABLE, "")
     limit_gib = int(text) if text.isdecimal() else _DEFAULT_PINNED_GIB

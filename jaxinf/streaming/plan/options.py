@@ -1,4 +1,4 @@
-"""What a step is asked for.
+"""The options of a step.
 
 Invariant: values are checked before they come here.
 """
@@ -38,6 +38,6 @@ class Options:
 
     @property
     def jit(self) -> Any:
-        """`jax.jit` with the options of compilation."""
-        own = compat.deterministic_options(self.deterministic)
-        return partial(jax.jit, compiler_options=own)
+        """`jax.jit` with the options of `deterministic`."""
+        options = compat.deterministic_options(self.deterministic)
+        return partial(jax.jit, compiler_options=options)

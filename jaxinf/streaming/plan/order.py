@@ -1,7 +1,7 @@
 """The order of a step's calls, and that of the parts of a batch.
 
-    none again    F0 F1 F2 B2 B1 B0
-    all again     F0 F1 F2 B2 F1 B1 F0 B0   what other segments read of F1 is kept
+    none recomputed    F0 F1 F2 B2 B1 B0
+    all recomputed     F0 F1 F2 B2 F1 B1 F0 B0   what others read of F1 is kept
 
 Of several parts of a batch, a segment runs for each before the next one does; the last
 ones, with loss and scores, for one part after another. So params are read for all parts
@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxinf.program import Value
-from jaxinf.streaming.plan.calls import Call, Plan, Policy, ValueSlot
-from jaxinf.streaming.plan.leaving import least_bytes, may_leave
+from jaxinf.streaming.plan.calls import Call, Plan, Policy, StepValue
+from jaxinf.streaming.plan.offload import least_peak_bytes, may_offload
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram, Stay, last_uses
 from jaxinf.streaming.program.programs import (
@@ -32,109 +32,135 @@ from jaxinf.streaming.program.programs import (
 )
 
 
-class _Turn(NamedTuple):
-    """A program's turn for a part of the batch.
+def make_plan(
+    ordered: OrderedProgram,
+    cuts: Sequence[int],
+    policy: Policy = "recompute",
+    num_parts: int = 1,
+    recomputed: Container[int] = (),
+) -> Plan:
+    """Returns the plan of given cuts, without values that leave and temporaries.
 
-    Attributes:
-      is_repeat: Whether it only recomputes for the next one.
+    Args:
+      recomputed: Segments that backward recomputes; all with ``"recompute"``.
     """
+    if policy == "recompute":
+        recomputed = range(len(cuts))
+    programs, calls = make_programs(ordered, tuple(cuts)), _Calls(ordered, num_parts)
+    starts = [calls.add_block(b) for b in _blocks(programs, recomputed, num_parts)]
+    results = tuple(
+        calls.values[part, value]
+        for part in range(num_parts)
+        for value in ordered.graph.results
+    )
+    if num_parts == 1:
+        starts = range(len(calls.calls))
+    plan = Plan(
+        traced=ordered.traced,
+        cuts=tuple(cuts),
+        policy=policy,
+        num_parts=num_parts,
+        calls=_free_values(calls.calls, results),
+        results=results,
+        param_stays=_param_stays(calls.calls, starts),
+        may_offload=may_offload(ordered.traced, policy, num_parts),
+    )
+    return replace(plan, peak_bytes=least_peak_bytes(plan))
+
+
+# --- calls ---------------------------------------------------------------------------
+
+
+class _Turn(NamedTuple):
+    """A program's turn for a part of the batch; a repeat recomputes for the next."""
 
     program: Program
     part: int
     is_repeat: bool = False
 
 
-def plan_of(
-    ready: OrderedProgram,
-    cuts: Sequence[int],
-    policy: Policy = "recompute",
-    num_parts: int = 1,
-    again: Container[int] = (),
-) -> Plan:
-    """Returns the plan of given cuts, without values that leave and temporaries.
+class _Calls:
+    """Calls as they are made, and the value of each part that each graph's value is."""
 
-    Args:
-      again: Segments that are recomputed; all with ``"recompute"``.
-    """
-    if policy == "recompute":
-        again = range(len(cuts))
-    graph, programs = ready.graph, make_programs(ready, tuple(cuts))
-    targets = defaultdict[Value, list[Piece]](list)
-    for piece, value in graph.gradients.items():
-        targets[value].append(piece)
-    slots: dict[tuple[int, Value], ValueSlot] = {}
-    totals: dict[Program, Sequence[ValueSlot]] = {}
-    calls, starts, numbers = list[Call](), list[int](), itertools.count()
-    last = num_parts - 1
+    def __init__(self, ordered: OrderedProgram, num_parts: int) -> None:
+        self._ordered, self._num_parts = ordered, num_parts
+        self.calls = list[Call]()
+        self.values: dict[tuple[int, Value], StepValue] = {}
+        self._sums: dict[Program, Sequence[StepValue]] = {}  # of the parts so far
+        self._numbers = itertools.count()
+        self._targets = defaultdict[Value, list[Piece]](list)
+        for piece, value in ordered.graph.gradients.items():
+            self._targets[value].append(piece)
 
-    for block in _blocks(programs, again, num_parts):
-        starts.append(len(calls))
-        recomputed: dict[Value, ValueSlot] = {}  # for the next call
+    def add_block(self, block: Iterable[_Turn]) -> int:
+        """Adds the calls of a block; returns the number of the first."""
+        start = len(self.calls)
+        recomputed: dict[Value, StepValue] = {}  # for the next call
         for turn in block:
             program, part, is_repeat = turn
             takes = [
-                v.origin or recomputed.get(v) or slots[part, v] for v in program.inputs
+                v.origin or recomputed.get(v) or self.values[part, v]
+                for v in program.inputs
             ]
             outputs = enumerate(program.outputs)
-            own = {i: targets[v] for i, v in outputs if v in targets}
-            is_summed = num_parts > 1 and bool(own)
-            made = tuple(ValueSlot(next(numbers)) for _ in program.outputs)
+            pieces = {i: self._targets[v] for i, v in outputs if v in self._targets}
+            is_summed = self._num_parts > 1 and bool(pieces)
             is_complete = not (is_summed or is_repeat)
-            calls.append(_call(turn, takes, made, own, is_complete=is_complete))
-            values = dict(zip(program.outputs, made, strict=True))
-            recomputed = values if is_repeat else {}
-            if is_repeat:
-                continue
-            slots |= {(part, value): slot for value, slot in values.items()}
-            sums = tuple([made[i] for i in own])
-            if is_summed and part:
-                avals, is_last = [program.outputs[i].aval for i in own], part == last
-                count = num_parts if is_last else None
-                total = sum_program(ready, tuple(avals), part == 1, count)
-                given = [v.origin for v in total.inputs if v.origin is not None]
-                takes = [*totals[program], *sums, *given]
-                sums = tuple(ValueSlot(next(numbers)) for _ in total.outputs)
-                handed, end = dict(enumerate(own.values())), _Turn(total, part)
-                calls.append(_call(end, takes, sums, handed, is_complete=is_last))
-            totals[program] = sums
-    results = tuple(
-        slots[n, value] for n in range(num_parts) for value in graph.results
-    )
-    plan = Plan(
-        traced=ready.traced,
-        cuts=tuple(cuts),
-        policy=policy,
-        num_parts=num_parts,
-        calls=_with_lives(calls, results),
-        results=results,
-        uses=_uses(calls, starts if num_parts > 1 else range(len(calls))),
-        is_offloaded=may_leave(ready.traced, policy, num_parts),
-    )
-    return replace(plan, peak_bytes=least_bytes(plan))
+            makes = self._add(turn, takes, pieces, is_complete=is_complete)
+            made = dict(zip(program.outputs, makes, strict=True))
+            recomputed = made if is_repeat else {}
+            if not is_repeat:
+                self.values |= {(part, v): value for v, value in made.items()}
+                if is_summed:
+                    self._add_sum(turn, pieces, [makes[i] for i in pieces])
+        return start
+
+    def _add_sum(
+        self,
+        turn: _Turn,
+        pieces: Mapping[int, Sequence[Piece]],
+        sums: Sequence[StepValue],
+    ) -> None:
+        """Adds gradients of a part to those of the parts before it."""
+        program, part, _ = turn
+        if part:
+            is_last = part == self._num_parts - 1
+            avals = tuple([program.outputs[i].aval for i in pieces])
+            count = self._num_parts if is_last else None
+            total = sum_program(self._ordered, avals, part == 1, count)
+            origins = [v.origin for v in total.inputs if v.origin is not None]
+            takes = [*self._sums[program], *sums, *origins]
+            of_sums = dict(enumerate(pieces.values()))
+            sums = self._add(_Turn(total, part), takes, of_sums, is_complete=is_last)
+        self._sums[program] = sums
+
+    def _add(
+        self,
+        turn: _Turn,
+        takes: Iterable[Origin | StepValue],
+        pieces: Mapping[int, Sequence[Piece]],
+        *,
+        is_complete: bool,
+    ) -> Sequence[StepValue]:
+        """Adds a call, whose outputs are gradients of `pieces`; returns its values."""
+        makes = tuple(StepValue(next(self._numbers)) for _ in turn.program.outputs)
+        pairs = tuple((piece, i) for i, same in pieces.items() for piece in same)
+        call = Call(
+            **turn._asdict(),
+            takes=tuple(takes),
+            makes=makes,
+            pieces=pairs,
+            gradients=pairs if is_complete else (),
+        )
+        self.calls.append(call)
+        return makes
 
 
-def _call(
-    turn: _Turn,
-    takes: Iterable[Origin | ValueSlot],
-    makes: tuple[ValueSlot, ...],
-    gradients: Mapping[int, Sequence[Piece]],
-    *,
-    is_complete: bool,
-) -> Call:
-    pieces = tuple((piece, i) for i, own in gradients.items() for piece in own)
-    return Call(
-        program=turn.program,
-        takes=tuple(takes),
-        makes=makes,
-        pieces=pieces,
-        gradients=pieces if is_complete else (),
-        is_repeat=turn.is_repeat,
-        part=turn.part,
-    )
+# --- their order ---------------------------------------------------------------------
 
 
 def _blocks(
-    programs: Programs, again: Container[int], num_parts: int
+    programs: Programs, recomputed: Container[int], num_parts: int
 ) -> Iterator[Sequence[_Turn]]:
     """Yields calls in order; params stay from the first to the last of a block."""
     parts, forward, early = range(num_parts), programs.forward, _num_early(programs)
@@ -145,7 +171,7 @@ def _blocks(
         if program is None:
             return
         is_read = not {*program.inputs}.isdisjoint(forward[k].outputs)
-        if k in again and k < last and is_read:
+        if k in recomputed and k < last and is_read:
             yield _Turn(forward[k], part, is_repeat=True)
         yield _Turn(program, part)
 
@@ -157,8 +183,8 @@ def _blocks(
         turn
         for part in parts
         for turn in (
-            *(_Turn(one, part) for one in forward[early:] if one.outputs),
-            *(one for k in range(last, early - 1, -1) for one in backward(k, part)),
+            *(_Turn(program, part) for program in forward[early:] if program.outputs),
+            *(turn for k in range(last, early - 1, -1) for turn in backward(k, part)),
         )
     ]
     for k in range(early - 1, -1, -1):
@@ -175,9 +201,9 @@ def _num_early(programs: Programs) -> int:
     """
     forward, backward = programs.forward, programs.backward
     pairs = enumerate(zip(forward, backward, strict=True))
-    readers = [k for k, pair in pairs if any(one and one.params for one in pair)]
+    readers = [k for k, pair in pairs if any(x and x.params for x in pair)]
     early = max(readers, default=0)
-    late = {one for program in forward[early:] for one in program.params}
+    late = {param for program in forward[early:] for param in program.params}
     while early and (before := backward[early - 1]) is not None:
         if late.isdisjoint({*before.params} - {*forward[early - 1].params}):
             break
@@ -185,40 +211,41 @@ def _num_early(programs: Programs) -> int:
     return early
 
 
-def _uses(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
-    """Returns when parts of params are in memory, in order.
+# --- what is in memory ---------------------------------------------------------------
 
-    A part stays between calls of a block that read it, and from a call to the next.
 
-    Args:
-      starts: First calls of blocks.
+def _param_stays(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:
+    """Returns when pieces of params are in memory, in order.
+
+    A piece stays between calls of a block that read it, and from a call to the next.
+    Blocks begin at `starts`.
     """
-    latest, found = dict[Piece, int](), list[Stay]()
+    latest, stays = dict[Piece, int](), list[Stay]()
     for start, end in itertools.pairwise([*starts, len(calls)]):
         for number in range(start, end):
             for piece, num_bytes in calls[number].program.params:
-                own = latest.get(piece)
-                if own is None or found[own].stop <= min(start, number - 1):
-                    own = latest[piece] = len(found)
-                    found.append(Stay(number, number + 1, num_bytes, piece))
-                found[own] = found[own]._replace(stop=number + 1)
-    return tuple(found)
+                last = latest.get(piece)
+                if last is None or stays[last].stop <= min(start, number - 1):
+                    last = latest[piece] = len(stays)
+                    stays.append(Stay(number, number + 1, num_bytes, piece))
+                stays[last] = stays[last]._replace(stop=number + 1)
+    return tuple(stays)
 
 
-def _with_lives(
-    calls: Sequence[Call], results: Sequence[ValueSlot]
+def _free_values(
+    calls: Sequence[Call], results: Sequence[StepValue]
 ) -> tuple[Call, ...]:
-    """Returns the calls with what they free, and no slots for what none takes."""
+    """Returns the calls with what they free, and None for values that none takes."""
     last = last_uses(call.takes for call in calls)
     last.update(dict.fromkeys(results, len(calls)))
     return tuple(
         replace(
             call,
-            makes=tuple(slot if slot in last else None for slot in call.makes),
+            makes=tuple(value if value in last else None for value in call.makes),
             frees=tuple(
                 ref
                 for ref in dict.fromkeys(call.takes)
-                if type(ref) is ValueSlot and last[ref] == number
+                if type(ref) is StepValue and last[ref] == number
             ),
         )
         for number, call in enumerate(calls)

@@ -5,7 +5,7 @@ changes the unit. The last read of a unit before its gradient is complete may se
 update, too; the unit then stays until it is updated.
 
 Invariant: the memory of params is what the plan leaves for them, on the host and on the
-JAX device, at least the most of `fetched_bytes`; beyond it a unit is read again.
+JAX device, at least the most of `unit_bytes_by_call`; beyond it a unit is read again.
 """
 
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.streaming.plan.memory import NUM_STAGED, Memory, StepNeeds
+from jaxinf.streaming.plan.memory import NUM_STAGED, StepMemory, StepNeeds
 from jaxinf.streaming.program.lifetimes import Stay, fill, occupancy
 from jaxinf.streaming.program.units import ParamUnit, UnitOf
 from jaxinf.terminal import format_bytes
@@ -33,14 +33,14 @@ class Fetch(NamedTuple):
       first, last: Numbers of the first and the last call that use it.
       gradient: Number of the call that completes its gradient, if the update takes the
         params from this read; None if it reads them again.
-      stays: Whether the unit's first call of the next step finds it in memory.
+      spans_steps: Whether the next step's first call for the unit finds it in memory.
     """
 
     unit: ParamUnit
     first: int
     last: int
     gradient: int | None = None
-    stays: bool = False
+    spans_steps: bool = False
 
     @property
     def end(self) -> int:
@@ -48,8 +48,8 @@ class Fetch(NamedTuple):
         return self.last if self.gradient is None else max(self.last, self.gradient)
 
 
-class ParamReads(NamedTuple):
-    """The reads of a plan.
+class ReadPlan(NamedTuple):
+    """The reads of params by the steps of a plan.
 
     Attributes:
       fetches: The reads of the first step, in order.
@@ -67,11 +67,11 @@ class ParamReads(NamedTuple):
     def repeated(self) -> tuple[Fetch, ...]:
         """The reads of each step after the first."""
         first = {fetch.unit: fetch for fetch in reversed(self.fetches)}
-        held = {first[fetch.unit] for fetch in self.fetches if fetch.stays}
+        held = {first[fetch.unit] for fetch in self.fetches if fetch.spans_steps}
         return tuple(fetch for fetch in self.fetches if fetch not in held)
 
     def num_first(self, fetches: Sequence[Fetch]) -> int:
-        """Number of reads that have room when a step begins, of those that it does."""
+        """Returns how many of a step's reads have room when it begins."""
         held_bytes = sum(f.unit.page_bytes for f in {*self.fetches} - {*fetches})
         sizes = accumulate(fetch.unit.page_bytes for fetch in fetches)
         return bisect_right([*sizes], self.room_bytes - held_bytes)
@@ -81,78 +81,82 @@ class ParamReads(NamedTuple):
         return max((fetch.unit.page_bytes for fetch in self.fetches), default=0)
 
 
-def plan_reads(plan: "Plan", needs: StepNeeds, memory: Memory) -> ParamReads:
+def plan_reads(plan: "Plan", needs: StepNeeds, memory: StepMemory) -> ReadPlan:
     """Plans the reads of a step; none if its params are in memory.
 
     Raises:
       BudgetError: The host has no room for params on their way to the device.
     """
-    unit_of, is_staged = needs.unit_of, memory.staged > 0
+    unit_of, is_staged = needs.unit_of, memory.staged_bytes > 0
     if unit_of is None:
-        return ParamReads()
-    fetches = fetches_of(use._replace(tensor=unit_of(use.tensor)) for use in plan.uses)
-    spare = max(0, memory.programs - plan.peak_bytes)
-    held = fetched_bytes(fetches, len(plan.calls))
-    room = int(held.max(initial=0)) + spare
-    fetches = keep_between(fetches, held, spare, needs.frozen)
-    limit, largest = room - spare // 4, ParamReads(fetches).largest_bytes
+        return ReadPlan()
+    stays = (stay._replace(tensor=unit_of(stay.tensor)) for stay in plan.param_stays)
+    fetches = plan_fetches(stays)
+    spare_bytes = max(0, memory.program_bytes - plan.peak_bytes)
+    held = unit_bytes_by_call(fetches, len(plan.calls))
+    room_bytes = int(held.max(initial=0)) + spare_bytes
+    fetches = join_fetches(fetches, held, spare_bytes, needs.frozen)
+    limit_bytes = room_bytes - spare_bytes // 4
+    largest_bytes = ReadPlan(fetches).largest_bytes
     if is_staged:
-        limit, held = memory.staged - NUM_STAGED * largest, np.zeros_like(held)
-        if limit < 0:
+        limit_bytes = memory.staged_bytes - NUM_STAGED * largest_bytes
+        held = np.zeros_like(held)
+        if limit_bytes < 0:
             raise BudgetError(
                 "memory_bytes",
-                f"it leaves {format_bytes(memory.staged)} for params on their way to "
-                f"the device, which take {NUM_STAGED} x {format_bytes(largest)}",
-                -limit,
+                f"it leaves {format_bytes(memory.staged_bytes)} for params on their "
+                f"way to the device, which take {NUM_STAGED} x "
+                f"{format_bytes(largest_bytes)}",
+                -limit_bytes,
             )
     gradients = {
         unit: number
         for number, call in enumerate(plan.calls)
         for unit in (unit_of(piece) for piece, _ in call.gradients)
-        if unit in needs.handed
+        if unit in needs.reusable
     }
-    fetches = hand_over(fetches, gradients, held, limit, is_staged=is_staged)
+    fetches = hand_to_updates(
+        fetches, gradients, held, limit_bytes, is_staged=is_staged
+    )
     if is_staged:
-        return ParamReads(fetches, room, memory.staged - largest)
-    used = min(room, sum(fetch.unit.page_bytes for fetch in fetches))
-    return ParamReads(fetches, used, unused_bytes=room - used)
+        return ReadPlan(fetches, room_bytes, memory.staged_bytes - largest_bytes)
+    used_bytes = min(room_bytes, sum(fetch.unit.page_bytes for fetch in fetches))
+    return ReadPlan(fetches, used_bytes, unused_bytes=room_bytes - used_bytes)
 
 
 def staged_bytes(unit_of: UnitOf, plan: "Plan") -> int:
     """Returns the host's memory that params take on their way to the device."""
-    sizes = (unit_of(use.tensor).page_bytes for use in plan.uses)
+    sizes = (unit_of(stay.tensor).page_bytes for stay in plan.param_stays)
     return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
-def fetches_of(uses: Iterable[Stay]) -> tuple[Fetch, ...]:
-    """Returns the reads of one step, in order.
+def plan_fetches(stays: Iterable[Stay]) -> tuple[Fetch, ...]:
+    """Returns the reads of a step, in order, for the stays of units.
 
     A unit stays if the next call needs it, too; one needed later is read again.
-
-    Args:
-      uses: When units are needed, in order.
     """
-    found = list[Fetch]()
+    fetches = list[Fetch]()
     latest = dict[ParamUnit, int]()
-    for first, stop, _, unit in uses:
-        own = latest.get(unit)
-        if own is None or found[own].last < first - 1:
-            own = latest[unit] = len(found)
-            found.append(Fetch(unit, first, first))
-        found[own] = found[own]._replace(last=max(found[own].last, stop - 1))
-    return tuple(found)
+    for first, stop, _, unit in stays:
+        number = latest.get(unit)
+        if number is None or fetches[number].last < first - 1:
+            number = latest[unit] = len(fetches)
+            fetches.append(Fetch(unit, first, first))
+        last = max(fetches[number].last, stop - 1)
+        fetches[number] = fetches[number]._replace(last=last)
+    return tuple(fetches)
 
 
-def fetched_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
+def unit_bytes_by_call(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
     """Returns the least memory for units during each call.
 
     Two calls are in flight; with less than the most of it a step would deadlock.
     """
-    stays = (Stay(one.first, one.end + 2, one.unit.page_bytes) for one in fetches)
+    stays = (Stay(x.first, x.end + 2, x.unit.page_bytes) for x in fetches)
     return occupancy(num_calls + 2, stays)
 
 
-def keep_between(
+def join_fetches(
     fetches: Sequence[Fetch],
     held: np.ndarray,
     spare_bytes: int,
@@ -160,54 +164,58 @@ def keep_between(
 ) -> tuple[Fetch, ...]:
     """Joins reads of the same unit, those that are nearest to each other first.
 
-    Half of the memory is for reading ahead, unless nothing is left to be read.
+    Half of the spare memory is for reading ahead, unless nothing is left to be read.
 
     Args:
       held: Memory for units during each call, at least; updated.
       spare_bytes: Memory for units beyond the most of it.
       frozen: Leaves that no update changes, whose units may stay from step to step.
     """
-    units = {one.unit for one in fetches}
-    kept = {unit for unit in units if unit.leaf in frozen and not unit.needs_assembly}
-    changing = sum(one.unit.page_bytes for one in fetches if one.unit not in kept)
-    least, most = held.copy(), int(held.max(initial=0)) + spare_bytes
+    units = {fetch.unit for fetch in fetches}
+    lasting = {x for x in units if x.leaf in frozen and not x.needs_assembly}
+    changing = sum(x.unit.page_bytes for x in fetches if x.unit not in lasting)
+    least, most_bytes = held.copy(), int(held.max(initial=0)) + spare_bytes
     for ahead_bytes in (min(spare_bytes // 2, changing), spare_bytes // 2):
         held[:] = least
-        found = _joined(fetches, kept, held, most - ahead_bytes)
-        if not kept & {one.unit for one in ParamReads(found).repeated}:
+        joined = _join_across(fetches, lasting, held, most_bytes - ahead_bytes)
+        if not lasting & {fetch.unit for fetch in ReadPlan(joined).repeated}:
             break
-    return found
+    return joined
 
 
-def _joined(
-    fetches: Sequence[Fetch], kept: Set[ParamUnit], held: np.ndarray, limit_bytes: int
+def _join_across(
+    fetches: Sequence[Fetch],
+    lasting: Set[ParamUnit],
+    held: np.ndarray,
+    limit_bytes: int,
 ) -> tuple[Fetch, ...]:
+    """Joins reads across the gaps between them; those of lasting units across steps."""
     reads: dict[ParamUnit, list[int]] = {}
     for number, fetch in enumerate(fetches):
         reads.setdefault(fetch.unit, []).append(number)
     # From a read's end to the next one's begin, perhaps in the next step.
     gaps = list[Stay]()
-    for unit, own in reads.items():
-        later = [*own[1:], *(own[:1] if unit in kept else ())]
-        for one, other in zip(own, later, strict=False):
-            begin = fetches[other].first + (other <= one) * len(held)
-            end = fetches[one].end + 2
-            gaps.append(Stay(end, max(end, begin), unit.page_bytes, (one, other)))
+    for unit, numbers in reads.items():
+        later = [*numbers[1:], *(numbers[:1] if unit in lasting else ())]
+        for n, after in zip(numbers, later, strict=False):
+            begin = fetches[after].first + (after <= n) * len(held)
+            end = fetches[n].end + 2
+            gaps.append(Stay(end, max(end, begin), unit.page_bytes, (n, after)))
     gaps.sort(key=lambda gap: gap.stop - gap.start)
     joined, before = list(fetches), dict[int, int]()
     for gap in fill(held, gaps, limit_bytes):
-        one, other = gap.tensor
-        if other <= one:
-            joined[one] = joined[one]._replace(stays=True)
+        n, after = gap.tensor
+        if after <= n:
+            joined[n] = joined[n]._replace(spans_steps=True)
         else:
-            before[other] = one
-    for other in sorted(before, reverse=True):
-        one, read = before[other], joined[other]
-        joined[one] = joined[one]._replace(last=read.last, stays=read.stays)
+            before[after] = n
+    for after in sorted(before, reverse=True):
+        n, read = before[after], joined[after]
+        joined[n] = joined[n]._replace(last=read.last, spans_steps=read.spans_steps)
     return tuple(fetch for n, fetch in enumerate(joined) if n not in before)
 
 
-def hand_over(
+def hand_to_updates(
     fetches: Sequence[Fetch],
     gradients: Mapping[ParamUnit, int],
     held: np.ndarray,
@@ -228,15 +236,15 @@ def hand_over(
       The reads; those that serve an update have a `gradient`.
     """
     last = {
-        one.unit: number
-        for number, one in enumerate(fetches)
-        if one.first <= gradients.get(one.unit, -1)
+        fetch.unit: number
+        for number, fetch in enumerate(fetches)
+        if fetch.first <= gradients.get(fetch.unit, -1)
     }
     waits = []
     for unit, number in last.items():
-        one = fetches[number]._replace(gradient=gradients[unit])
-        start = one.first if is_staged else one.last + 2
-        waits.append(Stay(start, one.end + 2, unit.page_bytes, (number, one)))
+        fetch = fetches[number]._replace(gradient=gradients[unit])
+        start = fetch.first if is_staged else fetch.last + 2
+        waits.append(Stay(start, fetch.end + 2, unit.page_bytes, (number, fetch)))
     waits.sort(key=lambda stay: stay.tensor[1].gradient - stay.tensor[1].last)
-    chosen = dict(stay.tensor for stay in fill(held, waits, limit_bytes))
-    return tuple(chosen.get(number, fetch) for number, fetch in enumerate(fetches))
+    handed = dict(stay.tensor for stay in fill(held, waits, limit_bytes))
+    return tuple(handed.get(number, fetch) for number, fetch in enumerate(fetches))

@@ -28,7 +28,7 @@ from jaxinf.streaming.move.scratch import scratch_files
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.work_queues import BeginWork, Queue, WorkQueues
 from jaxinf.streaming.plan.calls import Plan
-from jaxinf.streaming.plan.kept import check_same, streams_of
+from jaxinf.streaming.plan.kept import check_cuts, cuts_record
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.lifetimes import OrderedProgram
 from jaxinf.streaming.program.meshes import on_this_process
@@ -79,13 +79,13 @@ class StoreSink:
         self.updates, self.share = updates, updates.share
         self._params = params
         self.spill, self.waited_s, self.spilled_bytes = None, 0.0, (0, 0)
-        self._streams = streams_of(ordered, plan.cuts)
+        self._streams = cuts_record(ordered, plan.cuts)
         self._num_skipped = 0  # since the last commit
         self._update_s: list[float] = []  # of the steps by which k is measured
         memory, on_drives = plan.memory, updates.on_drives(plan)
-        self._copies_to_host = memory.staged > 0  # from a device with its own memory
-        room_bytes = memory.gradients - updates.kept_bytes(plan)
-        room_bytes = min(room_bytes, memory.leaving)
+        self._copies_to_host = memory.staged_bytes > 0  # the device has its own memory
+        room_bytes = memory.gradient_bytes - updates.kept_bytes(plan)
+        room_bytes = min(room_bytes, memory.leaving_bytes)
         num_threads = 1
         if self.share.updater is not None:
             num_threads = NUM_UNDER_WAY
@@ -103,7 +103,7 @@ class StoreSink:
         updates, files = self.updates, self.updates.engine.files
         finished = files.finished
         if not updates.options.replan:
-            check_same(updates.engine.path, finished, self._streams)
+            check_cuts(updates.engine, self._streams)
         assignment = next_assignment(self.share, finished, self._update_s)
         if assignment.interval != "auto":
             self.share = assignment

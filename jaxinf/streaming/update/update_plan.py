@@ -204,7 +204,7 @@ class UpdatePlan:
         return StepNeeds(
             unit_of=self.unit_of,
             frozen=frozenset(number for number, leaf in leaves if is_idle(leaf.kernel)),
-            handed=frozenset(filter(self._can_update_from_read, units)),
+            reusable=frozenset(filter(self._can_update_from_read, units)),
             state_bytes=subgroups.least_memory_bytes,
             gradient_bytes=max((unit.num_bytes for unit in units), default=0),
             export_bytes=subgroups.export_bytes,
@@ -226,7 +226,7 @@ class UpdatePlan:
 
     def kept_bytes(self, plan: Plan) -> int:
         """Returns the memory for gradients that wait for the last one."""
-        return plan.memory.gradients // 2 if self.are_deferred else 0
+        return plan.memory.gradient_bytes // 2 if self.are_deferred else 0
 
     def on_drives(self, plan: Plan) -> Mapping[Piece, int] | None:
         """Returns the gradients that wait on drives; None if none waits for the last.
@@ -277,8 +277,8 @@ class UpdatePlan:
             written_through=WRITTEN_THROUGH,
         )
         waiting_bytes = file_bytes(self.on_drives(plan) or {})
-        read += updates.drive_read_bytes + plan.away_bytes
-        written = updates.drive_write_bytes + plan.away_bytes + waiting_bytes
+        read += updates.drive_read_bytes + plan.drive_bytes
+        written = updates.drive_write_bytes + plan.drive_bytes + waiting_bytes
         num_reads = max(1, passes.num_passes - 1)
         return ByteCounts(
             drive_read_bytes=read + num_reads * waiting_bytes,

@@ -25,16 +25,15 @@ from jaxinf.streaming.plan.calls import Plan
 NUM_MEASURED = 3
 """Steps that are measured before the choice."""
 
-# Drives that make a step this much longer are taken to keep up.
+# Drives that make a step longer by less than this share are taken to keep up.
 _LEAST_SHARE = 0.02
 
 
 class StepTimes(NamedTuple):
-    """What was measured of a step whose calls ran one at a time.
+    """Times of a step whose calls ran one at a time.
 
     Attributes:
-      call_s: Time of each call.
-      waited_s: Time that the device was idle before it, for memory and for inputs.
+      waited_s: Time that the device was idle before each, for memory and for inputs.
     """
 
     call_s: Sequence[float]
@@ -46,30 +45,26 @@ class StepTimes(NamedTuple):
 
 
 def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[int]:
-    """Returns the segments whose values are to be recomputed.
-
-    Args:
-      plan: Plan of the steps, of which values leave, and none is recomputed.
-    """
+    """Returns the segments to recompute, in a plan that has recomputed none."""
     freed, forward_s = freed_bytes(plan), defaultdict[int, float](float)
     if not freed:  # perhaps nothing is backward
         return frozenset()
-    away_bytes = sum(plan.lives[slot].num_bytes for slot in plan.evictions)
-    best = min(steps, key=lambda one: one.step_s)
+    best = min(steps, key=lambda step: step.step_s)
     directions = [call.program.direction for call in plan.calls]
     turn = directions.index("backward")
     byte_s = left_s = 0.0
     for half in (slice(turn), slice(turn, None)):  # drives write; then they read
         waited_s = sum(best.waited_s[half])
         if waited_s >= _LEAST_SHARE * best.step_s:  # then they are always busy
-            byte_s += sum(map(add, best.call_s[half], best.waited_s[half])) / away_bytes
+            half_s = sum(map(add, best.call_s[half], best.waited_s[half]))
+            byte_s += half_s / plan.evicted_bytes
             left_s += waited_s
     for number, call in enumerate(plan.calls):
         if call.program.direction == "forward" and not call.is_repeat:
-            own_s = median(one.call_s[number] for one in steps)
-            forward_s[call.program.segment] += own_s
+            call_s = median(step.call_s[number] for step in steps)
+            forward_s[call.program.segment] += call_s
     chosen = set[int]()
-    for segment in sorted(freed, key=lambda one: (forward_s[one] / freed[one], one)):
+    for segment in sorted(freed, key=lambda k: (forward_s[k] / freed[k], k)):
         saved_s = freed[segment] * byte_s
         if left_s <= 0 or forward_s[segment] >= saved_s:
             break
@@ -79,16 +74,16 @@ def segments_to_recompute(plan: Plan, steps: Sequence[StepTimes]) -> frozenset[i
 
 
 def freed_bytes(plan: Plan) -> Counter[int]:
-    """Returns by segment the bytes that its recomputation would free meanwhile.
+    """Returns the bytes that recomputation of each segment would free meanwhile.
 
-    These are values that of all later programs only its backward reads.
+    They are those of values that, of all later programs, only its backward reads.
     """
-    found, last = Counter[int](), len(plan.cuts) - 2
+    freed, last = Counter[int](), len(plan.cuts) - 2
     for life in plan.lives.values():
         program = plan.calls[life.made].program
         if program.direction == "forward" and program.segment < last:
             readers = (plan.calls[number].program for number in life.takers)
-            own = {one.segment for one in readers if one.direction == "backward"}
-            if own == {program.segment}:
-                found[program.segment] += life.num_bytes
-    return found
+            backward = {x.segment for x in readers if x.direction == "backward"}
+            if backward == {program.segment}:
+                freed[program.segment] += life.num_bytes
+    return freed

@@ -1,10 +1,10 @@
-"""Which values leave for a part of a step, and where they wait.
+"""Which values leave for some calls of a step, and where they wait.
 
-    programs' memory    `evicted`: the value that is needed last leaves first; each
+    programs' memory    `evict_values`: the value that is needed last leaves first; each
                         comes back as early as there is room
-    host                `on_host`, of a device with memory of its own: it keeps those
-                        that are needed soonest, as far as there is room for others on
-                        their way to drives and back
+    host                `place_on_host`, of a device with memory of its own: it keeps
+                        those that are needed soonest, as far as there is room for
+                        others on their way to drives and back
     drives              the rest
 
 Invariant: a step's memory is as planned at every call, however fast the drive is: a
@@ -24,10 +24,10 @@ from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.calls import (
     NUM_WRITING,
     Eviction,
+    OffloadPlan,
     Plan,
     Policy,
-    ValueSlot,
-    Waiting,
+    StepValue,
 )
 from jaxinf.streaming.program.lifetimes import Stay, occupancy
 from jaxinf.streaming.program.trace import Traced
@@ -46,30 +46,26 @@ device, and pageable for the drive. JAX may read pinned memory in place, or copy
 _WAY_SHARE = 4
 
 
-def may_leave(traced: Traced, policy: Policy, num_parts: int) -> bool:
-    """Whether values may be on a drive for a part of a step; never on several devices.
-
-    Args:
-      num_parts: Number of parts of a batch whose values wait between segments.
-    """
+def may_offload(traced: Traced, policy: Policy, num_parts: int) -> bool:
+    """Whether values may be on a drive for some calls; never with several devices."""
     return traced.mesh is None and (policy in ("offload", "plan") or num_parts > 1)
 
 
-# --- who leaves the memory of the programs -------------------------------------------
+# --- which values leave the memory of the programs -----------------------------------
 
 
-def least_bytes(plan: Plan) -> int:
-    """The least peak memory of a step."""
+def least_peak_bytes(plan: Plan) -> int:
+    """Returns the peak memory of a step if all values leave that may."""
     used = np.array(plan.call_bytes(), np.int64)
-    if plan.is_offloaded:
-        used -= occupancy(len(used), candidates(plan))
+    if plan.may_offload:
+        used -= occupancy(len(used), evictable_stays(plan))
     return int(used.max(initial=0))
 
 
-def evicted(
+def evict_values(
     plan: Plan,
     budget_bytes: int,
-    memory: Callable[[Plan], Sequence[int]] = Plan.call_bytes,
+    call_bytes: Callable[[Plan], Sequence[int]] = Plan.call_bytes,
 ) -> Plan:
     """Returns the plan with as few values on a drive as the budget needs.
 
@@ -78,54 +74,54 @@ def evicted(
     exceed the budget.
 
     Args:
-      memory: Returns the memory during each call. While a call runs, the one after it
-        waits: what it needs is there.
+      call_bytes: Returns the memory during each call. While a call runs, the one after
+        it waits, with what it needs in memory.
     """
     plan = replace(plan, evictions={})
-    used = np.array(memory(plan), np.int64)
-    left = evict(used, candidates(plan), budget_bytes)
-    evictions, back = dict[ValueSlot, Eviction](), 0
-    for stay in sorted(left, key=lambda stay: stay.stop):
+    used = np.array(call_bytes(plan), np.int64)
+    ended = end_stays(used, evictable_stays(plan), budget_bytes)
+    evictions, back = dict[StepValue, Eviction](), 0
+    for stay in sorted(ended, key=lambda stay: stay.stop):
         # It is away for a call at least; none comes back before one used earlier.
-        earliest, back = max(back, left[stay] + 1), stay.stop
+        earliest, back = max(back, ended[stay] + 1), stay.stop
         while back > earliest and used[back - 1] + stay.num_bytes <= budget_bytes:
             back -= 1
         used[back : stay.stop] += stay.num_bytes
         evictions[stay.tensor] = Eviction(
-            written=plan.lives[stay.tensor].made,
-            gone=left[stay] + 1,
-            back=back + 1,
-            needed=stay.stop + 1,
+            leave_call=plan.lives[stay.tensor].made,
+            free_call=ended[stay] + 1,
+            return_call=back + 1,
+            use_call=stay.stop + 1,
         )
     plan = replace(plan, evictions=evictions)
-    peak_bytes, waiting = max(memory(plan), default=0), _on_drives(plan)
-    return replace(plan, peak_bytes=peak_bytes, waiting=waiting)
+    peak_bytes, offload = max(call_bytes(plan), default=0), _place_on_drives(plan)
+    return replace(plan, peak_bytes=peak_bytes, offload=offload)
 
 
-def candidates(plan: Plan) -> list[Stay]:
-    """Returns the stays of values, by slot, that these may give up.
+def evictable_stays(plan: Plan) -> list[Stay]:
+    """Returns the stays that values may give up: the longest between calls of each.
 
-    They are neither small, nor results, nor handed to others. While the last call of a
-    stay runs, the one that takes the value waits.
+    Such values are neither small, nor results, nor handed to others. While the last
+    call of a stay runs, the one that takes the value waits.
     """
     pinned: set[object] = set(plan.results)
     for call in plan.calls:
         pinned.update(call.makes[i] for _, i in call.gradients)
         pinned.update(call.takes[i] for i in plan.donated[call.program.key])
-    found = []
-    for slot, (made, takers, num_bytes, aval) in plan.lives.items():
-        if num_bytes < SMALL_BYTES or not takers or slot in pinned:
+    stays = []
+    for value, (made, takers, num_bytes, aval) in plan.lives.items():
+        if num_bytes < SMALL_BYTES or not takers or value in pinned:
             continue
         if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             continue
         gaps = pairwise([made, *takers])
-        last, needed = max(gaps, key=lambda gap: gap[1] - gap[0])
-        if needed - last > NUM_WRITING:
-            found.append(Stay(last + NUM_WRITING - 1, needed - 1, num_bytes, slot))
-    return found
+        last, use = max(gaps, key=lambda gap: gap[1] - gap[0])
+        if use - last > NUM_WRITING:
+            stays.append(Stay(last + NUM_WRITING - 1, use - 1, num_bytes, value))
+    return stays
 
 
-def evict(
+def end_stays(
     occupied: np.ndarray, stays: Iterable[Stay], capacity: int
 ) -> dict[Stay, int]:
     """Ends stays where the bytes exceed the capacity.
@@ -136,49 +132,49 @@ def evict(
     Returns:
       For each of `stays` that ends early, the first call without its value.
     """
-    left: dict[Stay, int] = {}
+    ended: dict[Stay, int] = {}
     by_use = sorted(stays, key=lambda stay: (stay.stop, stay.num_bytes), reverse=True)
     for call in np.flatnonzero(occupied > capacity).tolist():
         for stay in by_use:
             if occupied[call] <= capacity:
                 break
-            if stay.start <= call < stay.stop and stay not in left:
+            if stay.start <= call < stay.stop and stay not in ended:
                 occupied[call : stay.stop] -= stay.num_bytes
-                left[stay] = call
-    return left
+                ended[stay] = call
+    return ended
 
 
 # --- where they wait -----------------------------------------------------------------
 
 
-def _on_drives(plan: Plan) -> Waiting:
-    """Has all values that leave wait on drives, and come back where programs read."""
+def _place_on_drives(plan: Plan) -> OffloadPlan:
+    """Places all values that leave on drives; they come back where programs read."""
     lives = plan.lives
-    back = (
-        Stay(one.back, lives[slot].takers[-1] + 2, page_ceil(lives[slot].num_bytes))
-        for slot, one in plan.evictions.items()
+    stays = (
+        Stay(out.return_call, lives[v].takers[-1] + 2, page_ceil(lives[v].num_bytes))
+        for v, out in plan.evictions.items()
     )
-    most = int(occupancy(len(plan.calls) + 1, back).max(initial=0))
-    return Waiting(on_drive=tuple(plan.evictions), read_bytes=most)
+    most_bytes = int(occupancy(len(plan.calls) + 1, stays).max(initial=0))
+    return OffloadPlan(on_drive=tuple(plan.evictions), read_bytes=most_bytes)
 
 
-def on_host(plan: Plan, host_bytes: int) -> Waiting:
-    """Has values wait on the host of a device with memory of its own.
+def place_on_host(plan: Plan, host_bytes: int) -> OffloadPlan:
+    """Places values that leave a device with memory of its own on the host, or drives.
 
-    While too many bytes wait, the value that is needed last goes to a drive, as soon as
-    it is made.
+    While too many bytes wait on the host, the value that is needed last goes to a
+    drive, as soon as it is made.
 
     Raises:
       BudgetError: The host has no room for what is on its way.
     """
     stays = [
-        Stay(one.written, one.needed, page_ceil(plan.lives[slot].num_bytes), slot)
-        for slot, one in sorted(plan.evictions.items())
+        Stay(out.leave_call, out.use_call, page_ceil(plan.lives[v].num_bytes), v)
+        for v, out in sorted(plan.evictions.items())
     ]
     held = occupancy(len(plan.calls), stays)
     everything = int(held.max(initial=0))
     if everything <= max(host_bytes, 0):
-        return Waiting(has_link=True, host_bytes=everything)
+        return OffloadPlan(has_link=True, host_bytes=everything)
     largest = max(stay.num_bytes for stay in stays)
     passing = 2 * NUM_COPIES * largest
     if host_bytes < passing:
@@ -193,13 +189,13 @@ def on_host(plan: Plan, host_bytes: int) -> Waiting:
         )
     more = min(largest, page_floor((host_bytes - passing) // _WAY_SHARE))
     leaving = NUM_COPIES * largest + more
-    left = evict(held, stays, host_bytes - 2 * leaving)
-    held = occupancy(len(plan.calls), (stay for stay in stays if stay not in left))
+    ended = end_stays(held, stays, host_bytes - 2 * leaving)
+    held = occupancy(len(plan.calls), (stay for stay in stays if stay not in ended))
     # Of those that drives have read, one at a time is pinned for its copy back.
     read = host_bytes - leaving - (NUM_COPIES - 1) * largest - int(held.max(initial=0))
-    return Waiting(
-        on_drive=tuple(x.tensor for x in sorted(left, key=lambda stay: stay.stop)),
-        read_bytes=min(sum(stay.num_bytes for stay in left), page_floor(read)),
+    return OffloadPlan(
+        on_drive=tuple(x.tensor for x in sorted(ended, key=lambda stay: stay.stop)),
+        read_bytes=min(sum(stay.num_bytes for stay in ended), page_floor(read)),
         has_link=True,
         host_bytes=host_bytes,
         leaving_bytes=leaving,
