@@ -86,7 +86,7 @@ def stream(
         too slow for, where that takes less time. The bits are the same.
       micro_batches: Number of equal parts of a batch. A program runs for each part
         before the next program, so params are read once for all of them; values of all
-        parts wait meanwhile. Gradients are with_average, so losses are those of the whole
+        parts wait meanwhile. Gradients are averaged, so losses are those of the whole
         batch if the loss is a mean over its rows. aux gets a first axis of parts.
       weights: With `micro_batches`, ``weights(part)`` gives the weight of a part, such
         as the number of tokens that its loss is a mean over: loss and gradients are

@@ -43,7 +43,7 @@ class StepBackend:
       make_sink: Makes what takes a plan's gradients.
       kind: What runs, for errors.
       engine: Engine of the store; None in memory.
-      begin_reads, params_version: As of `ParamReader`; params in memory are not read.
+      begin_reads, version: As of `ParamReader`; params in memory are not read.
       params_in_memory: Returns what gives a run its params; None if a store has them.
       updates: The updates near storage; None if there are none.
       reads_commit: Whether params are of the last commit, not of the last step.
@@ -57,7 +57,7 @@ class StepBackend:
     kind: str = "a step"
     engine: Engine | None = None
     begin_reads: Callable[[int], AbstractContextManager[Any]] = nullcontext
-    params_version: Callable[[], Any] = lambda: 0
+    version: Callable[[], Any] = lambda: 0
     params_in_memory: Callable[[], GetParams] | None = None
     updates: UpdatePlan | None = None
     reads_commit: bool = False

@@ -122,7 +122,7 @@ class CompiledStep:
                 plan.reads,
                 jobs,
                 self._keep_errors,
-                backend.params_version,
+                backend.version,
             )
             closing.callback(self._params.close)
             self._sink = backend.make_sink(plan, backend.ordered, self._params, jobs)
@@ -221,7 +221,6 @@ class CompiledStep:
     def _run_programs(
         self, batch: PyTree, shares: Sequence[float], check: Check
     ) -> tuple[jax.Array | None, PyTree]:
-        """Runs the programs of a step; returns its loss and aux."""
         runner, params = self._runner, self._params
         is_measured = len(self._times) < self._num_measured
         in_memory = self._params_in_memory

@@ -88,9 +88,6 @@ class FunctionHome:
             ),
         )
 
-        def version() -> tuple[int, int]:
-            return engine.contents_version, engine.files.finished.step
-
         return StepBackend(
             ordered=ordered,
             needs=needs,
@@ -98,7 +95,7 @@ class FunctionHome:
             kind="a function",
             engine=engine,
             begin_reads=partial(read_units, engine, average=self.average),
-            params_version=version,
+            version=lambda: (engine.contents_version, engine.files.finished.step),
             reads_commit=self.average,  # which no step writes whole
         )
 
@@ -119,11 +116,7 @@ class NoGradients:
 
 
 def nested_avals(store: Store) -> PyTree:
-    """Returns the shapes of a store's params, in nested dicts.
-
-    Raises:
-      StreamError: They are in another tree.
-    """
+    """Returns the shapes of a store's params, in nested dicts."""
     tree: Any = {}
     leaves = engine_of(store).directory.manifest.leaves
     for leaf in leaves:

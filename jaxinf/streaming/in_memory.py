@@ -55,8 +55,6 @@ class MemoryHome:
         # By leaf, and by index in it, until a step has all.
         self._gradients: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
-    # --- params and state ----------------------------------------------------------
-
     @property
     def _current(self) -> tuple[PyTree, PyTree]:
         """Params and state; the next update reuses their memory."""
@@ -98,8 +96,6 @@ class MemoryHome:
     def state(self) -> PyTree:
         return _copied(self._current[1])
 
-    # --- a step's plan -------------------------------------------------------------
-
     def make_backend(
         self, ordered: OrderedProgram, *, is_new: bool = False
     ) -> StepBackend:
@@ -128,8 +124,6 @@ class MemoryHome:
     def _get_params(self) -> GetParams:
         leaves = jax.tree.leaves(self._current[0])
         return lambda number, piece: piece.of(leaves[piece.leaf])
-
-    # --- a step, as its sink -------------------------------------------------------
 
     def begin(self, extra_args: Mapping[str, Any]) -> None:
         self._gradients.clear()
@@ -187,5 +181,4 @@ def _copied(tree: PyTree) -> PyTree:
 
 @jax.jit
 def _are_finite(gradients: Sequence[jax.Array]) -> list[jax.Array]:
-    """Whether each has neither NaN nor Inf."""
     return [jnp.all(jnp.isfinite(gradient)) for gradient in gradients]

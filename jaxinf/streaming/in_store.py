@@ -89,8 +89,6 @@ class StoreHome:
     def engine(self) -> Engine:
         return engine_of(self.store)
 
-    # --- params --------------------------------------------------------------------
-
     def from_init(
         self, init_fn: Callable[..., PyTree], args: Sequence[Any], shardings: PyTree
     ) -> tuple[PyTree, MakeLeaves]:
@@ -114,8 +112,6 @@ class StoreHome:
     def state(self) -> NoReturn:
         raise state_in_store()
 
-    # --- a step --------------------------------------------------------------------
-
     def make_backend(
         self, ordered: OrderedProgram, *, is_new: bool = False
     ) -> StepBackend:
@@ -136,7 +132,7 @@ class StoreHome:
             make_sink=partial(StoreSink, updates),
             engine=engine,
             begin_reads=partial(read_units, engine),
-            params_version=lambda: engine.contents_version,
+            version=lambda: engine.contents_version,
             updates=updates,
             make_scratch=partial(scratch_files, engine),
             kept_cuts=kept_cuts(engine, ordered) if has_cuts else None,
@@ -159,8 +155,6 @@ class StoreHome:
             program = trace_update(self.tx, plain, extra_args, may_read="all")
             self.programs[key] = program
         return self.programs[key]
-
-    # --- the first step of a store -------------------------------------------------
 
     def start(
         self,
@@ -219,11 +213,7 @@ class StoreHome:
     def _describe(
         self, avals: PyTree, ordered: OrderedProgram | None
     ) -> tuple[InitProgram, StoreDescription]:
-        """Returns the optimizer's first state, traced, and the store for a program.
-
-        Raises:
-          UnsupportedTransformError: The optimizer needs too much of all leaves.
-        """
+        """Returns the optimizer's first state, traced, and the store for a program."""
         options, update = self.options, self._optimizer(avals)
         pieces = () if ordered is None else tuple(ordered.graph.gradients)
         is_alone = self.engine.group.is_alone

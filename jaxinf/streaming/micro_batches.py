@@ -38,7 +38,6 @@ def parts_of(batch: PyTree, count: int) -> list[PyTree]:
 
 
 def first_part(batch: PyTree, count: int) -> PyTree:
-    """Returns the shapes and dtypes of each of `count` parts."""
     shapes = abstract(batch)
     if count == 1:
         return shapes

@@ -192,7 +192,6 @@ class Runner:
         self.waited_s += time.perf_counter() - began_s
 
     def _results(self) -> list[tuple[jax.Array | None, PyTree]]:
-        """Returns loss and aux of each part."""
         traced, num_parts, results = self.plan.traced, self.plan.num_parts, []
         count = len(self.plan.results) // num_parts
         for part in range(num_parts):

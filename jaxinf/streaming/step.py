@@ -76,8 +76,6 @@ class StreamedStep:
         self._metrics: StreamMetrics | None = None
         self._weights = None if options.weights is None else jax.jit(options.weights)
 
-    # --- a step --------------------------------------------------------------------
-
     def __call__(
         self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
     ) -> Any:
@@ -175,7 +173,6 @@ class StreamedStep:
         return results.pop()
 
     def _add_note(self, interrupt: KeyboardInterrupt) -> None:
-        """Says what the store of an interrupted step keeps."""
         engine = self._home.engine
         if engine is not None and self._home.has_loss and engine.has_files:
             interrupt.add_note(
@@ -316,8 +313,6 @@ class StreamedStep:
         self._settle()
         return self._home.state()
 
-    # --- plans ---------------------------------------------------------------------
-
     def compile(self, batch: PyTree) -> Plan:
         """Plans and compiles for batches like this one; otherwise the first run does.
 
@@ -369,8 +364,6 @@ class StreamedStep:
             plan = self._plan_or_advise(backend, budget, executables=executables)
             return count(plan, backend)
 
-    # --- its end -------------------------------------------------------------------
-
     def free_memory(self) -> None:
         """Frees params and buffers until the next call; waits for updates."""
         self._settle()
@@ -400,7 +393,6 @@ class StreamedStep:
     # --- batches of one shape ------------------------------------------------------
 
     def _trace(self, batch: PyTree, avals: PyTree) -> OrderedProgram:
-        """Traces the function for batches like this one."""
         options = self._options
         return order_program(
             self._fn,

@@ -88,7 +88,7 @@ def test_the_last_read_before_the_gradient_serves_the_update():
     calls = [(0, 0, 0), (1, 1, 1), (0, 3, 4), (1, 6, 6)]
     fetches = [reads.Fetch(unit(leaf), *first_last) for leaf, *first_last in calls]
     made, held = {unit(0): 4, unit(1): 5}, reads.unit_bytes_by_call(fetches, 8)
-    found = reads.hand_to_updates(fetches, made, held, 1 << 20)
+    found = reads.serve_updates(fetches, made, held, 1 << 20)
     assert [fetch.gradient for fetch in found] == [None, 5, 4, None]
 
 

@@ -220,7 +220,6 @@ class Plan:
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes of values that leave the memory of programs for a time."""
         return sum(self.lives[value].num_bytes for value in self.evictions)
 
     @property
@@ -241,8 +240,6 @@ class Plan:
         light = cache(Program.without_nodes)
         calls = tuple(replace(call, program=light(call.program)) for call in self.calls)
         return replace(self, calls=calls)
-
-    # --- memory: loops over the calls --------------------------------------------
 
     def call_bytes(self) -> list[int]:
         """Returns the memory of values, params, outputs and temporaries in each call.

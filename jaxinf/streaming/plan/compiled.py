@@ -71,9 +71,6 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
     return of_calls
 
 
-# --- memory --------------------------------------------------------------------------
-
-
 def measure_memory(plan: Plan, executables: Executables) -> Plan:
     """Returns the plan with the memory that its programs take, as XLA says; blocks.
 
@@ -110,11 +107,7 @@ def known_temp_bytes(plan: Plan, executables: Executables) -> Mapping[str, int]:
     return temps
 
 
-# --- shardings -----------------------------------------------------------------------
-
-
 def const_sharding(const: Any, mesh: Mesh | None) -> Any:
-    """Returns the sharding of an array that a function closed over."""
     if mesh is None:
         return None
     sharding = getattr(const, "sharding", None)

@@ -68,9 +68,6 @@ def cut_to_fit(
       measure: Returns the plan with its `peak_bytes` measured, or at least so many if
         they exceed the budget; by default temporaries are left out.
       limit: The argument that bounds the budget.
-
-    Raises:
-      BudgetError: No cut fits; names the params that are too large.
     """
     best: Plan | None = None
     tried = set[Sequence[int]]()
@@ -101,9 +98,6 @@ def cut_to_fit(
     )
 
 
-# --- a step's plan, in all processes -------------------------------------------------
-
-
 def plan_step(
     ordered: OrderedProgram,
     needs: StepNeeds,
@@ -121,11 +115,6 @@ def plan_step(
       group: The processes, which plan together, in the memory that all have.
       kept: The cuts on which bits depend from before; None if there are none.
       recomputed: Segments that ``policy="plan"`` recomputes.
-
-    Raises:
-      BudgetError: The budget is too small.
-      StreamError: The program cannot be cut.
-      ProcessError: Other processes have other plans, or have failed.
     """
     memories, plans = list[StepMemory](), list[Plan]()
 
@@ -134,10 +123,8 @@ def plan_step(
         return [memories[0].program_bytes, memories[0].staged_bytes]
 
     gathered = group.gather("the memory of a step", divide)
-    program_bytes, staged_bytes = map(min, zip(*gathered, strict=True))
-    memory = replace(
-        memories[0], program_bytes=program_bytes, staged_bytes=staged_bytes
-    )
+    programs, staged = map(min, zip(*gathered, strict=True))
+    memory = replace(memories[0], program_bytes=programs, staged_bytes=staged)
 
     def plan() -> JsonValue:
         fitting = _plan_programs(
@@ -236,9 +223,6 @@ def _place_tensors(plan: Plan, needs: StepNeeds, memory: StepMemory) -> Plan:
             left_bytes = memory.staged_bytes - factor * plan.offload.host_bytes
             memory = replace(memory, staged_bytes=left_bytes)
     return replace(plan, memory=memory, reads=plan_reads(plan, needs, memory))
-
-
-# --- a budget that works -------------------------------------------------------------
 
 
 def plan_or_advise(

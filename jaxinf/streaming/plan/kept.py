@@ -48,12 +48,7 @@ def check_cuts(engine: Engine, streams: Mapping[str, KeptCuts]) -> None:
 
 
 def kept_cuts(engine: Engine, ordered: OrderedProgram) -> Sequence[int] | None:
-    """Returns the cuts that a store keeps for these leaves and this batch, or None.
-
-    Raises:
-      StreamError: They are of another function, version or mesh.
-      StoreFormatError: They are damaged.
-    """
+    """Returns the cuts that a store keeps for these leaves and this batch, or None."""
     store, num_nodes = engine.path, len(ordered.forward)
     ((name, same),) = cuts_record(ordered, [0, num_nodes]).items()
     kept = engine.files.finished.streams.get(name) or read_old_cuts(store, name)

@@ -131,11 +131,7 @@ class StepMemory:
 
 
 def divide_memory(budget: Budget, needs: StepNeeds) -> StepMemory:
-    """Returns what a step has for its programs, and for all else.
-
-    Raises:
-      BudgetError: Nothing is left for the programs.
-    """
+    """Returns what a step has for its programs, and for all else."""
     memory_bytes = budget.memory_bytes - needs.export_bytes
     share, gradient_bytes = memory_bytes // _SHARE, needs.gradient_bytes
     device, factor = budget.device, budget.device.pool_factor
@@ -203,18 +199,12 @@ def device_is_host(device: Any) -> bool:
     return device.platform == "cpu"
 
 
-# --- what a JAX device has ------------------------------------------------------------
-
-
 def limit_of(mesh: Mesh | None, num_bytes: int | None) -> DeviceLimit:
     """Returns the limit for the JAX device, or for each of a mesh.
 
     Args:
       num_bytes: `device_memory_bytes`; None for most of what is free, on the smallest
         of devices with memory of their own.
-
-    Raises:
-      StreamError: A device does not say what is free, or has nothing free.
     """
     devices = [default_device()] if mesh is None else mesh.local_devices
     if device_is_host(devices[0]):
@@ -266,9 +256,6 @@ def _free_bytes(device: Any) -> int:
             "device (nvidia-smi lists a GPU's)"
         )
     return limit_bytes - used_bytes
-
-
-# --- what the process frees -----------------------------------------------------------
 
 
 def return_freed_memory() -> None:

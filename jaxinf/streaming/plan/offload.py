@@ -51,9 +51,6 @@ def may_offload(traced: Traced, policy: Policy, num_parts: int) -> bool:
     return traced.mesh is None and (policy in ("offload", "plan") or num_parts > 1)
 
 
-# --- which values leave the memory of the programs -----------------------------------
-
-
 def least_peak_bytes(plan: Plan) -> int:
     """Returns the peak memory of a step if all values leave that may."""
     used = np.array(plan.call_bytes(), np.int64)
@@ -144,9 +141,6 @@ def end_stays(
     return ended
 
 
-# --- where they wait -----------------------------------------------------------------
-
-
 def _place_on_drives(plan: Plan) -> OffloadPlan:
     """Places all values that leave on drives; they come back where programs read."""
     lives = plan.lives
@@ -163,9 +157,6 @@ def place_on_host(plan: Plan, host_bytes: int) -> OffloadPlan:
 
     While too many bytes wait on the host, the value that is needed last goes to a
     drive, as soon as it is made.
-
-    Raises:
-      BudgetError: The host has no room for what is on its way.
     """
     stays = [
         Stay(out.leave_call, out.use_call, page_ceil(plan.lives[v].num_bytes), v)

@@ -38,6 +38,5 @@ class Options:
 
     @property
     def jit(self) -> Any:
-        """`jax.jit` with the options of `deterministic`."""
         options = compat.deterministic_options(self.deterministic)
         return partial(jax.jit, compiler_options=options)

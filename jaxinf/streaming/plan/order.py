@@ -48,11 +48,8 @@ def make_plan(
         recomputed = range(len(cuts))
     programs, calls = make_programs(ordered, tuple(cuts)), _Calls(ordered, num_parts)
     starts = [calls.add_block(b) for b in _blocks(programs, recomputed, num_parts)]
-    results = tuple(
-        calls.values[part, value]
-        for part in range(num_parts)
-        for value in ordered.graph.results
-    )
+    pairs = itertools.product(range(num_parts), ordered.graph.results)
+    results = tuple(calls.values[pair] for pair in pairs)
     if num_parts == 1:
         starts = range(len(calls.calls))
     plan = Plan(
@@ -66,9 +63,6 @@ def make_plan(
         may_offload=may_offload(ordered.traced, policy, num_parts),
     )
     return replace(plan, peak_bytes=least_peak_bytes(plan))
-
-
-# --- calls ---------------------------------------------------------------------------
 
 
 class _Turn(NamedTuple):
@@ -156,9 +150,6 @@ class _Calls:
         return makes
 
 
-# --- their order ---------------------------------------------------------------------
-
-
 def _blocks(
     programs: Programs, recomputed: Container[int], num_parts: int
 ) -> Iterator[Sequence[_Turn]]:
@@ -209,9 +200,6 @@ def _num_early(programs: Programs) -> int:
             break
         early -= 1
     return early
-
-
-# --- what is in memory ---------------------------------------------------------------
 
 
 def _param_stays(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ...]:

@@ -82,11 +82,7 @@ class ReadPlan(NamedTuple):
 
 
 def plan_reads(plan: "Plan", needs: StepNeeds, memory: StepMemory) -> ReadPlan:
-    """Plans the reads of a step; none if its params are in memory.
-
-    Raises:
-      BudgetError: The host has no room for params on their way to the device.
-    """
+    """Plans the reads of a step; none if its params are in memory."""
     unit_of, is_staged = needs.unit_of, memory.staged_bytes > 0
     if unit_of is None:
         return ReadPlan()
@@ -115,9 +111,7 @@ def plan_reads(plan: "Plan", needs: StepNeeds, memory: StepMemory) -> ReadPlan:
         for unit in (unit_of(piece) for piece, _ in call.gradients)
         if unit in needs.reusable
     }
-    fetches = hand_to_updates(
-        fetches, gradients, held, limit_bytes, is_staged=is_staged
-    )
+    fetches = serve_updates(fetches, gradients, held, limit_bytes, is_staged=is_staged)
     if is_staged:
         return ReadPlan(fetches, room_bytes, memory.staged_bytes - largest_bytes)
     used_bytes = min(room_bytes, sum(fetch.unit.page_bytes for fetch in fetches))
@@ -215,7 +209,7 @@ def _join_across(
     return tuple(fetch for n, fetch in enumerate(joined) if n not in before)
 
 
-def hand_to_updates(
+def serve_updates(
     fetches: Sequence[Fetch],
     gradients: Mapping[ParamUnit, int],
     held: np.ndarray,

@@ -83,6 +83,5 @@ def _name(plan: Any, piece: Piece) -> str:
 
 
 def _index_text(piece: Piece) -> str:
-    """Returns the index of a piece of a leaf, as Python writes it."""
     index = "".join(f"[{i}]" for i in piece.index)
     return f"{index}[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else index
