@@ -25,7 +25,6 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
 
 _WORD = 0xFFFFFFFF
-"""All 32 bits."""
 
 _ARRAY = "PPiII4x"
 """``jaxinf::Array`` of ``cpp/shell.hpp``: data, beside, dtype, key, first."""

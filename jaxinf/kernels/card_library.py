@@ -8,7 +8,7 @@ kernel gives the bits of the host's on every processor: both compute ``cpp/rsqrt
 import ctypes
 import functools
 import hashlib
-import importlib.util
+import importlib.resources
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -84,10 +84,7 @@ def hls_directory() -> Path:
     checkout = Path(__file__).parents[2] / "hls"
     if (checkout / "csim" / "hls_stream.h").exists():
         return checkout
-    spec = importlib.util.find_spec("jaxinf_hls")
-    assert spec
-    assert spec.submodule_search_locations
-    return Path(next(iter(spec.submodule_search_locations)))
+    return Path(str(importlib.resources.files("jaxinf_hls")))
 
 
 @functools.cache

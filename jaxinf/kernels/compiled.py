@@ -11,7 +11,7 @@ import operator
 import platform
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,13 +34,13 @@ _SHORT_ELEMENTS = 1 << 13
 """A kernel over at most so many elements takes some 10 us and holds the GIL."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CompiledKernel:
     """A kernel in machine code. Thread-safe; releases the GIL in long runs."""
 
-    kernel: Kernel = field(repr=False)
-    entry: EntryPoint = field(repr=False)
-    constants: tuple[int, ...] = field(repr=False)  # the words of its literals
+    kernel: Kernel
+    entry: EntryPoint
+    constants: tuple[int, ...]  # the words of its literals
 
     def run(
         self,
