@@ -61,8 +61,8 @@ def check_device_configuration() -> None:
     arguments. When all threads wait in callbacks, it hangs (jax 0.10, 0.12).
 
     Raises:
-      DeviceConfigurationError: gives the variable to set; or JAX has no CPU backend,
-        to which it hands what callbacks get.
+      DeviceConfigurationError: names the variable to set; or JAX has no CPU backend,
+        which callbacks need.
     """
     platforms = getattr(jax.config, "jax_platforms", None) or ""
     try:

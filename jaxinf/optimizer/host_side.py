@@ -59,9 +59,7 @@ class StartedUpdates:
     ) -> None:
         """Begins an update; blocks while those under way hold too much memory.
 
-        Args:
-          key: the call's; an unfetched update of the same key is forgotten.
-          num_bytes: bytes that the update holds until its end.
+        It holds `num_bytes` until its end. An unfetched update of the key is forgotten.
         """
         engine = engine_of(self._store)
         engine.health.check()
@@ -107,9 +105,9 @@ COMMITTED, SKIPPED = 0, 1
 class Comparison(NamedTuple):
     """Whether params are the store's, and, in `differing`, which replicas differ."""
 
-    step: Array
-    statuses: Array
-    differing: Array
+    step: Any
+    statuses: Any
+    differing: Any
 
 
 class StepEnd(NamedTuple):
@@ -122,12 +120,12 @@ class StepEnd(NamedTuple):
       scalars: the new scalar state.
     """
 
-    step: Array
-    skipped_steps: Array
-    statuses: Array
-    differences: Array
-    scalars: Sequence[Array]
-    carried: Sequence[Array]
+    step: Any
+    skipped_steps: Any
+    statuses: Any
+    differences: Any
+    scalars: Sequence[Any]
+    carried: Sequence[Any]
 
 
 class HostFunctions:

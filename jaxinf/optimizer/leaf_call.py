@@ -64,13 +64,13 @@ def mesh_of(shardings: Sequence[NamedSharding]) -> AnyMesh | None:
     return shardings[0].mesh if shardings else None
 
 
-# --- what crosses --------------------------------------------------------------------
+# --- the data of a call --------------------------------------------------------------
 
 FINITE, NON_FINITE = 0, 1
 """Status of a leaf's call; or `callback.FAILED`."""
 
 GO, HOLD, HOLD_NON_FINITE = 0, 1, 2
-"""Gate of a leaf's call: it may update, or must not, the last because of this leaf."""
+"""Gate of a leaf: it may be updated, or not; in the last case for its own gradient."""
 
 _NUM_PROBED = 8
 _REPLICATED = ("gate", "probe")

@@ -87,11 +87,7 @@ def run_update(
     arguments: UpdateArguments,
     shardings: tuple[NamedSharding, ...],
 ) -> tuple[PyTree, SmartUpdateState]:
-    """Does what `smart_update` says; traceable.
-
-    Args:
-      shardings: the params' leaves'; empty for one JAX device, or if they are unknown.
-    """
+    """Does what `smart_update` says; traceable. `shardings` are empty if unknown."""
     carry = carried_leaves(arguments.carry)
     arguments = guard_arrays("update", arguments._replace(carry=[*carry.values()]))
     carry = dict(zip(carry, arguments.carry, strict=True))
@@ -130,12 +126,7 @@ def run_update(
 
 @dataclass(frozen=True)
 class _StepCalls:
-    """The calls of one step; traceable.
-
-    Attributes:
-      shardings: the leaves' shardings; empty for one JAX device.
-      state: the state at the beginning of the step.
-    """
+    """The calls of one step, which begins with `state`; traceable."""
 
     wrapped: OffloadedOptimizer
     description: StoreDescription

@@ -13,12 +13,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, eq=False)
 class ExtraArgs:
-    """The extra args of a trace.
-
-    Attributes:
-      leaves: For each leaf the argument's name, and the aval of an input or a fixed
-        value.
-    """
+    """The extra args of a trace: names, with avals of inputs and other values."""
 
     treedef: Any
     leaves: tuple[tuple[str, Any], ...]

@@ -164,7 +164,7 @@ def is_supported_dtype(dtype: Any) -> bool:
 
 
 def scalar_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in which a scalar of a supported one is handed over."""
+    """Returns the dtype in which a kernel is given a scalar of a supported one."""
     return _SCALAR_DTYPES[dtype]
 
 

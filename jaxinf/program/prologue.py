@@ -34,7 +34,6 @@ class Prologue:
     """A graph and its outputs; made by `make_prologue`.
 
     Attributes:
-      scalar_state: The new scalar state.
       leaves: The body of each leaf, which takes its `scalars` and `arrays`.
       outputs: The new scalar state and all that the bodies take.
     """

@@ -71,7 +71,7 @@ class UpdateProgram:
         *,
         slots: Sequence[jax.Array] = (),
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """Computes the update's part outside the kernels; traceable; for jit.
+        """Computes the prologue; traceable, and meant for jit.
 
         Reductions over params use the params on the JAX device, widened to float32, not
         the master params; likewise for gradients. Values that no output needs are not
@@ -79,7 +79,6 @@ class UpdateProgram:
 
         Args:
           gradients, params: Leaves, each in its own dtype.
-          extra_args: Arguments given to `trace_update`, with this step's values.
           slots: Arrays of the slots in `prologue_state`.
 
         Returns:
@@ -132,9 +131,8 @@ class InitProgram:
     """``tx.init``, divided between JAX and the storage.
 
     Attributes:
-      leaves: One per params leaf.
-      prologue: Makes the first scalar state and, per leaf, its kernel's inputs from
-        leaves, each in its own dtype. Traceable.
+      prologue: Makes the first scalar state and the inputs of each leaf's kernel from
+        the leaves, each in its own dtype. Traceable.
     """
 
     layout: StateLayout
