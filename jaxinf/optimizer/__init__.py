@@ -14,7 +14,7 @@ One update, from top to bottom; ═ is a call of the host:
 
 `callback` makes these calls, `host_side` answers them; with an accelerator `start`
 takes the gradients and `finish` returns the updates. `init` makes the store or resumes
-it in calls of the same kind, and `wrapped` holds the arguments of `smart_update`.
+it in calls of the same kind, and `offloaded` holds the arguments of `smart_update`.
 
 Invariant: optax and JAX meet the store here; lower layers know nothing of callbacks.
 """

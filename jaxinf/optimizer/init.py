@@ -44,8 +44,8 @@ from jaxinf.optimizer.leaf_call import (
     send_leaves,
     traced_shardings,
 )
+from jaxinf.optimizer.offloaded import OffloadedOptimizer, guard_arrays
 from jaxinf.optimizer.state import InitResult, SmartUpdateState, first_state
-from jaxinf.optimizer.wrapped import OffloadedOptimizer, guard_arrays
 from jaxinf.program import InitProgram, LeafInputs, keep_trained, key_data
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array, DeferredArray, PyTree
@@ -55,20 +55,20 @@ class HostInit:
     """Host functions that make or resume the store."""
 
     def __init__(
-        self, wrapped: OffloadedOptimizer, description: StoreDescription
+        self, optimizer: OffloadedOptimizer, description: StoreDescription
     ) -> None:
-        self._wrapped, self._store = wrapped, wrapped.host.store
+        self._optimizer, self._store = optimizer, optimizer.host.store
         self._description = description
         self._guard = threading.Lock()
         self._has_begun = False
 
     def begin(self) -> bool:
         """Begins `init` as `on_existing` says; returns whether the store is new."""
-        engine, path = self._wrapped.engine, self._store.path
+        engine, path = self._optimizer.engine, self._store.path
         with self._guard:
             is_first, self._has_begun = not self._has_begun, True
             if is_first and not engine.is_new:
-                if self._wrapped.on_existing == "error":
+                if self._optimizer.on_existing == "error":
                     raise StoreMismatchError(
                         f"{path}: expected no store there yet, as "
                         'on_existing="error" says, found one at step '
@@ -76,7 +76,7 @@ class HostInit:
                         'on_existing="resume" goes on with it, "restart" keeps it as '
                         "a checkpoint and begins anew"
                     )
-                if self._wrapped.on_existing == "restart":
+                if self._optimizer.on_existing == "restart":
                     restart_store(engine, self._description)
         is_new = bind_optimizer(engine, self._description, may_create=True)
         if is_first and not is_new and engine.resume_check.bound_step:
@@ -93,7 +93,7 @@ class HostInit:
 
     def store_leaves(self, outs: HostResult, call: HostCall) -> None:
         """Callback: stores leaves, or shards, of a new store; gives error feedback."""
-        is_new, engine = self.begin(), self._wrapped.engine
+        is_new, engine = self.begin(), self._optimizer.engine
         if is_new:
             first_params = [
                 InitialParams(x.number, x.params, call.origin(x), call.inputs(x))
@@ -114,8 +114,8 @@ class HostInit:
         """Callback: ends `init`, when all leaves are stored; see `start_run`."""
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
-            self._wrapped.engine.health.check()
-            raise self._wrapped.engine.group.failure_of_others(0)
+            self._optimizer.engine.health.check()
+            raise self._optimizer.engine.group.failure_of_others(0)
         for out, value in zip(outs, self.start_run(scalars), strict=True):
             out[...] = value
 
@@ -124,7 +124,7 @@ class HostInit:
 
         Returns step, skipped steps and scalar state of the store's last step.
         """
-        engine = self._wrapped.engine
+        engine = self._optimizer.engine
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
@@ -153,37 +153,37 @@ class HostInit:
             )
 
 
-def init_state(wrapped: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
+def init_state(optimizer: OffloadedOptimizer, params: PyTree) -> SmartUpdateState:
     check_device_configuration()
-    wrapped.check()
+    optimizer.check()
     params = guard_arrays("init", keep_trained(params))
     leaves = jax.tree.leaves(params)
     has_values = all(
         hasattr(x, "__array__") and not isinstance(x, compat.Tracer) for x in leaves
     )
     if has_values:
-        wrapped.engine.shardings = on_one_mesh(
+        optimizer.engine.shardings = on_one_mesh(
             [getattr(leaf, "sharding", None) for leaf in leaves]
         )
-    shardings = wrapped.shardings or (() if has_values else traced_shardings(leaves))
-    program, update = wrapped.trace(params, wrapped.example_args)
-    description = wrapped.describe(program, update, shardings)
+    shardings = optimizer.shardings or (() if has_values else traced_shardings(leaves))
+    program, update = optimizer.trace(params, optimizer.example_args)
+    description = optimizer.describe(program, update, shardings)
     if compat.is_tracing() or not has_values:
-        result = _init_traced(wrapped, description, program, leaves, shardings)
+        result = _init_traced(optimizer, description, program, leaves, shardings)
     else:
-        result = _init_eagerly(wrapped, description, program, leaves)
-    tree = jax.tree.structure(params if wrapped.has_feedback else ())
+        result = _init_eagerly(optimizer, description, program, leaves)
+    tree = jax.tree.structure(params if optimizer.has_feedback else ())
     return first_state(program, result, tree.unflatten(result.feedback))
 
 
 def _init_eagerly(
-    wrapped: OffloadedOptimizer,
+    optimizer: OffloadedOptimizer,
     description: StoreDescription,
     program: InitProgram,
     leaves: Sequence[Any],
 ) -> InitResult:
-    engine = wrapped.engine
-    host = HostInit(wrapped, description)
+    engine = optimizer.engine
+    host = HostInit(optimizer, description)
     is_new = host.begin()
     initial, inputs = program.compute(leaves)
     if is_new:
@@ -191,14 +191,14 @@ def _init_eagerly(
             initialise_leaves(engine.files, description, first_params)
             first_params.clear()
     else:
-        wrapped.check_shards(description, wrapped.shardings)
+        optimizer.check_shards(description, optimizer.shardings)
     stored = host.start_run([np.asarray(key_data(value)) for value in initial])
-    if (mesh := mesh_of(wrapped.shardings)) is not None:
+    if (mesh := mesh_of(optimizer.shardings)) is not None:
         replicated = NamedSharding(mesh, PartitionSpec())
         stored = [shard_whole(value, replicated) for value in stored]
     feedback: list[jax.Array] = []
-    if wrapped.has_feedback:
-        shardings = wrapped.shardings or [None] * len(leaves)
+    if optimizer.has_feedback:
+        shardings = optimizer.shardings or [None] * len(leaves)
         feedback = [
             jnp.zeros(leaf.shape, jnp.float32, device=sharding)
             for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -252,13 +252,13 @@ def _part_of(
 
 
 def _init_traced(
-    wrapped: OffloadedOptimizer,
+    optimizer: OffloadedOptimizer,
     description: StoreDescription,
     program: InitProgram,
     leaves: Sequence[jax.Array],
     shardings: tuple[NamedSharding, ...],
 ) -> InitResult:
-    host = HostInit(wrapped, description)
+    host = HostInit(optimizer, description)
     initial, inputs = program.prologue(leaves)
     calls = [
         LeafCall(number, leaf.shape, sharding, params=leaf)
@@ -266,15 +266,15 @@ def _init_traced(
             zip(leaves, shardings or [None] * len(leaves), strict=True)
         )
     ]
-    dtypes = [np.float32 if wrapped.has_feedback else None] * len(leaves)
-    store_leaves = wrapped.host.guarded(host.store_leaves)
+    dtypes = [np.float32 if optimizer.has_feedback else None] * len(leaves)
+    store_leaves = optimizer.host.guarded(host.store_leaves)
     feedback, statuses = send_leaves(store_leaves, calls, dtypes, inputs)
     scalars = [key_data(value) for value in initial]
     counter = jax.ShapeDtypeStruct((), np.int32)
     stored = call_once(
-        wrapped.host.guarded(host.finish),
+        optimizer.host.guarded(host.finish),
         (jnp.concatenate(statuses), scalars),
         [counter, counter, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars)],
         mesh_of(shardings),
     )
-    return InitResult(initial, stored, feedback if wrapped.has_feedback else [])
+    return InitResult(initial, stored, feedback if optimizer.has_feedback else [])

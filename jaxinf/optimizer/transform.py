@@ -24,9 +24,14 @@ from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.host_side import HostFunctions
 from jaxinf.optimizer.init import init_state
 from jaxinf.optimizer.leaf_call import on_one_mesh
+from jaxinf.optimizer.offloaded import (
+    OffloadedOptimizer,
+    OnExisting,
+    UpdateDtype,
+    align,
+)
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.update import UpdateArguments, run_update
-from jaxinf.optimizer.wrapped import OffloadedOptimizer, OnExisting, UpdateDtype, align
 from jaxinf.program import Average, NonFinitePolicy, with_average
 from jaxinf.terminal import check_choice
 from jaxinf.typing import PathLikeStr, PyTree
@@ -98,7 +103,7 @@ def smart_update(
     check_choice("updates", updates, UpdateDtype)
     store = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, engine_of(store).options)
-    wrapped = OffloadedOptimizer(
+    optimizer = OffloadedOptimizer(
         with_average(tx, average),
         HostFunctions(store, nonfinite),
         compression=compress,
@@ -109,14 +114,14 @@ def smart_update(
         average=average,
     )
     return optax.GradientTransformationExtraArgs(
-        partial(init_state, wrapped), _update_function(wrapped)
+        partial(init_state, optimizer), _update_function(optimizer)
     )
 
 
 _Updated: TypeAlias = tuple[PyTree, SmartUpdateState]
 
 
-def _update_function(wrapped: OffloadedOptimizer) -> Any:
+def _update_function(optimizer: OffloadedOptimizer) -> Any:
     """Makes `update`, which is traced into the caller's computation, or jitted."""
 
     def traced(
@@ -125,7 +130,9 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
         shardings: tuple[NamedSharding, ...],
     ) -> _Updated:
         extra_args = {**arguments.extra_args, **dict(callables)}
-        return run_update(wrapped, arguments._replace(extra_args=extra_args), shardings)
+        return run_update(
+            optimizer, arguments._replace(extra_args=extra_args), shardings
+        )
 
     jitted = jax.jit(traced, static_argnums=(1, 2))
 
@@ -137,22 +144,22 @@ def _update_function(wrapped: OffloadedOptimizer) -> Any:
         carry: PyTree = None,
         **extra_args: Any,
     ) -> _Updated:
-        _check_arguments(wrapped, state, params)
+        _check_arguments(optimizer, state, params)
         gradients, trained, put_back = align(updates, params)
         arguments = UpdateArguments(gradients, state, trained, extra_args, carry)
         leaves = jax.tree.leaves(arguments)
         if any(isinstance(leaf, compat.Tracer) for leaf in leaves):
-            updates, state = traced(arguments, (), wrapped.shardings)
+            updates, state = traced(arguments, (), optimizer.shardings)
         else:
             carried_leaves(carry)  # names the leaf that JAX would not take
-            updates, state = _run_jitted(wrapped, jitted, arguments)
+            updates, state = _run_jitted(optimizer, jitted, arguments)
         return put_back(updates), state
 
     return update
 
 
 def _check_arguments(
-    wrapped: OffloadedOptimizer, state: PyTree, params: PyTree | None
+    optimizer: OffloadedOptimizer, state: PyTree, params: PyTree | None
 ) -> None:
     """Refuses another optimizer's state, no params, and a store that has failed."""
     if not isinstance(state, SmartUpdateState):
@@ -165,16 +172,16 @@ def _check_arguments(
         )
     if params is None:
         raise ValueError(
-            f"{wrapped.host.store.path}: update: expected the params, as each step "
+            f"{optimizer.host.store.path}: update: expected the params, as each step "
             "compares them with the store's, found none; give them: "
             "tx.update(grads, state, params)"
         )
     check_device_configuration()
-    wrapped.check()
+    optimizer.check()
 
 
 def _run_jitted(
-    wrapped: OffloadedOptimizer,
+    optimizer: OffloadedOptimizer,
     jitted: Callable[..., _Updated],
     arguments: UpdateArguments,
 ) -> _Updated:
@@ -184,12 +191,14 @@ def _run_jitted(
     callables = tuple((k, v) for k, v in extra_args.items() if callable(v))
     arguments = arguments._replace(extra_args=arrays)
     try:
-        result = jax.block_until_ready(jitted(arguments, callables, wrapped.shardings))
+        result = jax.block_until_ready(
+            jitted(arguments, callables, optimizer.shardings)
+        )
     except jax.errors.JaxRuntimeError as error:
         jax_error = error
     else:
-        wrapped.check()
+        optimizer.check()
         return result
     # Not while JAX's is handled, or Python would print both.
-    wrapped.host.store.check()
+    optimizer.host.store.check()
     raise jax_error

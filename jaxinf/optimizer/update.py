@@ -60,13 +60,13 @@ from jaxinf.optimizer.leaf_call import (
     send_leaves,
     traced_shardings,
 )
+from jaxinf.optimizer.offloaded import OffloadedOptimizer, guard_arrays
 from jaxinf.optimizer.state import (
     SmartUpdateState,
     check_state,
     next_state,
     scalar_tree,
 )
-from jaxinf.optimizer.wrapped import OffloadedOptimizer, guard_arrays
 from jaxinf.program import LeafInputs, StateSlot, UpdateProgram, key_data
 from jaxinf.store import LeafRecord
 from jaxinf.typing import FLOAT_DTYPES, PyTree
@@ -83,7 +83,7 @@ class UpdateArguments(NamedTuple):
 
 
 def run_update(
-    wrapped: OffloadedOptimizer,
+    optimizer: OffloadedOptimizer,
     arguments: UpdateArguments,
     shardings: tuple[NamedSharding, ...],
 ) -> tuple[PyTree, SmartUpdateState]:
@@ -95,12 +95,12 @@ def run_update(
     gradients = treedef.flatten_up_to(arguments.gradients)
     state, extra_args = arguments.state, arguments.extra_args
     shardings = shardings or traced_shardings(params)
-    init, program = wrapped.trace(arguments.params, extra_args)
-    description = wrapped.describe(init, program, shardings)
-    _check(wrapped, description, shardings, state, gradients)
-    path = wrapped.engine.path
+    init, program = optimizer.trace(arguments.params, extra_args)
+    description = optimizer.describe(init, program, shardings)
+    _check(optimizer, description, shardings, state, gradients)
+    path = optimizer.engine.path
     check_carried(path, carry, description.contents.state_names)
-    step = _StepCalls(wrapped, description, shardings, state)
+    step = _StepCalls(optimizer, description, shardings, state)
     ready = step.bind(params)
     leaves = step.leaf_calls(gradients, params)
     scalars, inputs, ready = step.run_prologue(
@@ -114,13 +114,13 @@ def run_update(
     ]
     result, feedback = step.update(calls)
     changes = [
-        change(array, p, wrapped.update_dtype(g, p))
+        change(array, p, optimizer.update_dtype(g, p))
         for array, p, g in zip(result.arrays, params, gradients, strict=True)
     ]
     differences = [difference for _, difference in changes]
     verdict = step.commit(calls, result.statuses, differences, scalars, carry)
     updates = treedef.unflatten(_applied(verdict, [update for update, _ in changes]))
-    feedback = feedback if wrapped.has_feedback else []
+    feedback = feedback if optimizer.has_feedback else []
     return updates, next_state(state, verdict, scalars=scalars, feedback=feedback)
 
 
@@ -128,7 +128,7 @@ def run_update(
 class _StepCalls:
     """The calls of one step, which begins with `state`; traceable."""
 
-    wrapped: OffloadedOptimizer
+    optimizer: OffloadedOptimizer
     description: StoreDescription
     shardings: tuple[NamedSharding, ...]
     state: SmartUpdateState
@@ -142,7 +142,7 @@ class _StepCalls:
         comparison has ended, which takes as long as to read all params. Returns an
         int32 that is ready when leaves may be updated.
         """
-        host, mesh = self.wrapped.host, mesh_of(self.shardings)
+        host, mesh = self.optimizer.host, mesh_of(self.shardings)
         verdict = jax.ShapeDtypeStruct((), np.int32)
         waits = mesh is not None
         must_bind = host.guarded(host.must_bind, self.description, waits=waits)
@@ -219,7 +219,7 @@ class _StepCalls:
 
     def update(self, calls: Sequence[HostCall]) -> SentCall:
         """Updates all leaves; gives results in their order, the last statuses first."""
-        host, waits = self.wrapped.host, shares_memory()
+        host, waits = self.optimizer.host, shares_memory()
         function = host.update if waits else host.start
         update = host.guarded(function, self.description)
         sent = [self._send_gradients(update, call, has_results=waits) for call in calls]
@@ -252,7 +252,7 @@ class _StepCalls:
         # XLA schedules the calls in this order, that of the tree.
         leaves = [leaf for call in reversed(calls) for leaf in call.leaves]
         measured = {n: x for n, x in enumerate(differences) if x is not None}
-        host = self.wrapped.host
+        host = self.optimizer.host
         commit = host.guarded(
             host.commit,
             self.description,
@@ -296,7 +296,7 @@ class _StepCalls:
         ready: jax.Array,
     ) -> tuple[list[jax.Array], jax.Array]:
         """Reads a slot of each leaf if that is due, else gives zeros."""
-        host = self.wrapped.host
+        host = self.optimizer.host
         guarded = host.guarded(host.read_slots, [slot.name for slot in slots])
 
         def read() -> tuple[list[jax.Array], jax.Array]:
@@ -338,7 +338,7 @@ class _StepCalls:
         def send_compressed() -> SentCall:
             return send_call(host, call, dtypes, self._compress)
 
-        compression = self.wrapped.compression
+        compression = self.optimizer.compression
         if compression is None:
             return send_dense()
         if not compression.warmup_steps:
@@ -349,10 +349,10 @@ class _StepCalls:
     @cached_property
     def _records(self) -> tuple[LeafRecord, ...]:
         """The store's records of the leaves, also if the store is not made yet."""
-        return subgroups_of(self.wrapped.engine, self.description).leaves
+        return subgroups_of(self.optimizer.engine, self.description).leaves
 
     def _compress(self, call: LeafCall) -> LeafCall:
-        gradient, compression = call.gradient, self.wrapped.compression
+        gradient, compression = call.gradient, self.optimizer.compression
         if gradient is None:
             return call
         assert compression is not None, "dense gradients are sent as they are"
@@ -363,7 +363,7 @@ class _StepCalls:
     def _fetch(
         self, calls: Sequence[HostCall], started: Sequence[SentCall]
     ) -> list[SentCall]:
-        host = self.wrapped.host
+        host = self.optimizer.host
         tokens = jnp.concatenate([result.statuses for result, _ in started])
         guarded, fetched = host.guarded(host.finish), []
         for call, (_, feedback) in zip(calls, started, strict=True):
@@ -378,8 +378,8 @@ class _StepCalls:
 
         The host cannot tell whether a compressed gradient is finite.
         """
-        host = self.wrapped.host
-        is_sparse = self.wrapped.compression is not None and host.checks_finite
+        host = self.optimizer.host
+        is_sparse = self.optimizer.compression is not None and host.checks_finite
         if not (host.waits_for_all or is_sparse):
             return [None] * len(gradients)
         finite = [
@@ -399,19 +399,19 @@ class _StepCalls:
         """Whether the params may equal the store's, and can be handed over for free."""
         is_free = shares_memory() and bool(self.shardings or jax.device_count() == 1)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
-        has_cards = self.wrapped.engine.options.csd.has_cards
+        has_cards = self.optimizer.engine.options.csd.has_cards
         return is_free and is_stored and not has_cards
 
 
 def _check(
-    wrapped: OffloadedOptimizer,
+    optimizer: OffloadedOptimizer,
     description: StoreDescription,
     shardings: tuple[NamedSharding, ...],
     state: SmartUpdateState,
     gradients: Sequence[jax.Array | None],
 ) -> None:
     """Refuses a state, a store or gradients that do not fit the description."""
-    num_feedback = len(gradients) if wrapped.has_feedback else 0
+    num_feedback = len(gradients) if optimizer.has_feedback else 0
     check_state(state, description, num_feedback=num_feedback)
     records = [leaf.record for leaf in description.leaves]
     for leaf, gradient in zip(records, gradients, strict=True):
@@ -426,9 +426,9 @@ def _check(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "
                 f"{leaf.shape}, found {gradient.shape}"
             )
-    if not wrapped.engine.is_new:  # refuses it while it is traced
-        bind_optimizer(wrapped.engine, description)
-        wrapped.check_shards(description, shardings)
+    if not optimizer.engine.is_new:  # refuses it while it is traced
+        bind_optimizer(optimizer.engine, description)
+        optimizer.check_shards(description, shardings)
 
 
 def _applied(
