@@ -176,12 +176,7 @@ def read_feedback(
 
 
 def check_like(files: StoreFiles, like: PyTree, what: str = "`like`") -> None:
-    """Refuses a tree whose leaves have other names or shapes than the store's.
-
-    Args:
-      like: arrays, or shapes and dtypes.
-      what: name of the argument, for messages.
-    """
+    """Refuses a tree, called `what` in the error, if its leaves are not the store's."""
     expected = [(leaf.name, leaf.shape) for leaf in files.leaves]
     actual = [(leaf_name(info.path), info.shape) for info in leaf_infos(like)]
     if actual != expected:

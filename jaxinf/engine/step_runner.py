@@ -121,7 +121,6 @@ class StepRunner:
           DivergedParamsError: the caller's params are not the store's.
           NonFiniteScalarError: a kernel would compute with NaN, and the step overwrites
             one that is not committed; else `finish` raises it.
-          StoreError: the drive failed.
         """
         files, nan_names = self.files, nan_scalars(self.files, requests)
         with self._guard:

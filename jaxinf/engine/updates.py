@@ -312,24 +312,19 @@ def _initial_tasks(
 def state_tasks(files: StoreFiles, request: StateRequest) -> list[Task]:
     """Makes the tasks that read a state before a step's updates; they write nothing."""
 
-    def compute(
-        layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer, _: Collection[int]
-    ) -> None:
-        values = csd.view(
-            buffer, layout.extents[layout.state_names.index(request.state_name)]
-        )
-        values = values[: layout.subgroup.num_elements]
-        values = values.astype(request.out.dtype, copy=False)
-        layout.scatter(request.out, request.origin, values)
-
-    tasks = []
-    for layout in files.subgroups.layouts(
-        request.leaf, request.origin, request.out.shape
-    ):
+    def make(layout: SubgroupLayout) -> Task:
         state = layout.state_names.index(request.state_name)
-        loads = files.chunks.sources(layout, [state])
-        tasks.append(Task(layout, partial(compute, layout), loads))
-    return tasks
+
+        def compute(csd: Csd, buffer: CsdBuffer, _: Collection[int]) -> None:
+            values = csd.view(buffer, layout.extents[state])
+            values = values[: layout.subgroup.num_elements]
+            values = values.astype(request.out.dtype, copy=False)
+            layout.scatter(request.out, request.origin, values)
+
+        return Task(layout, compute, files.chunks.sources(layout, [state]))
+
+    box = request.leaf, request.origin, request.out.shape
+    return [make(layout) for layout in files.subgroups.layouts(*box)]
 
 
 def nan_scalars(

@@ -131,13 +131,9 @@ def raise_kept_interrupt() -> None:
 
 @functools.cache
 def _queue(are_callbacks: bool) -> "SimpleQueue[Callable[[], None]]":
-    """Returns the queue of a thread that calls the main thread's functions in turn.
+    """Returns the queue of a thread that calls functions of the main thread in turn.
 
-    Args:
-      are_callbacks: Whether these are callbacks, or steps.
-
-    Raises:
-      RuntimeError: the process may have no more threads.
+    Callbacks have one, and steps another. RuntimeError if there may be no more threads.
     """
     queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
     args = (queue,)

@@ -153,10 +153,7 @@ class Mover:
     def set_remote_limit(self, num_tasks: int) -> None:
         """Sets how many remote tasks may compute at once; starts a thread for each.
 
-        No task may be under way.
-
-        Raises:
-          StoreError: the process can have no more threads.
+        No task may be under way. StoreError if there can be no more threads.
         """
         with self._done:
             self._queues.limits.remote = num_tasks
@@ -208,15 +205,9 @@ class Mover:
         return is_unwritten
 
     def end_step(self, given_up: Collection[Hashable] = ()) -> Collection[Hashable]:
-        """Counts what tasks have stored as newest; drops prefetches without a use.
+        """Ends a step, as `Queues.end_step`; returns the keys of cached subgroups.
 
         No task may be under way.
-
-        Args:
-          given_up: keys of subgroups whose states in memory are of a step given up.
-
-        Returns:
-          The keys of the subgroups that stay in memory.
         """
         queues = self._queues
         with self._done:

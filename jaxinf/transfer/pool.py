@@ -123,10 +123,7 @@ class BufferPool:
         self._is_closed = False
 
     def acquire(self, num_bytes: int) -> Buffer:
-        """Lends a buffer; waits until the budget allows it.
-
-        Args:
-          num_bytes: the length, which is rounded up to whole pages, at least one.
+        """Lends a buffer of whole pages, at least one; waits until there is room.
 
         Raises:
           ValueError: if the request is above the capacity.

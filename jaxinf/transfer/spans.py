@@ -87,12 +87,7 @@ class Timeline:
     def span(
         self, kind: str, *, drive: str | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that adds the time of its body.
-
-        Args:
-          kind: the work, as in `PHASES`.
-          drive: the directory of the drive that is busy with it, if one is.
-        """
+        """Returns a context that adds the time of its body to its phase and drive."""
         if self.annotate is None and kind not in PHASES:
             return _NO_SPAN
         return _Span(self, kind, drive)

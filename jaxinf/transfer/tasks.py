@@ -177,19 +177,17 @@ class Limits:
 
 @dataclass(slots=True)
 class DriveMemory:
-    """Memory that drives share, with the tasks that wait for it.
+    """Memory that drives share: tasks that wait for it, and subgroups in it, by key."""
 
-    Attributes:
-      waiting: submitted tasks that have none, each with its number, in order.
-      prefetched: subgroups whose tasks have not been submitted yet, in order.
-      cached: subgroups that stay from step to step, between their tasks.
-      num_in_use: number of subgroups that will leave it without an eviction: those of
-        submitted tasks, and those that are being prefetched.
-    """
-
-    waiting: deque[tuple[int, Task]] = field(default_factory=deque)
-    prefetched: dict[Hashable, Resident] = field(default_factory=dict)
-    cached: dict[Hashable, Resident] = field(default_factory=dict)
+    waiting: deque[tuple[int, Task]] = field(
+        default_factory=deque
+    )  # submitted, in order
+    prefetched: dict[Hashable, Resident] = field(default_factory=dict)  # in order
+    cached: dict[Hashable, Resident] = field(
+        default_factory=dict
+    )  # between their tasks
+    # Subgroups that will leave without an eviction: of submitted tasks, and those that
+    # are being prefetched.
     num_in_use: int = 0
     num_writes: int = 0  # under way, which may free memory
     refused_bytes: int | None = (
