@@ -194,7 +194,7 @@ def test_updates_on_the_device(device):
         own.compute.lower(kernel, wide, wide, [wide, wide], scalars).compile()
     check_built(built, device)
     assert [one.donated[0] for one in built][:5] == [0, 1, 0, 0, 2]
-    room = 2 * 12 + 16  # bytes a param, as `needs_of_share`
+    room = 2 * 12 + 16  # bytes a param, as `needs_of_assignment`
     assert all(taken_bytes(one.memory) <= room << 20 for one in built)
 
 

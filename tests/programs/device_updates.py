@@ -26,7 +26,7 @@ NUM_STEPS = 3
 CHUNKS = {"chunk_elements": 65536, "memory_bytes": 64 << 20}
 TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1)
 POINTS = {
-    "device": (DeviceUpdater, "_computed"),
+    "device": (DeviceUpdater, "_new_states"),
     "updated": (HostCsd, "put"),
     "write": (HostCsd, "write"),
     "commit": (StoreDirectory, "flip"),

@@ -163,7 +163,7 @@ def test_a_failure_on_the_device_leaves_the_committed_step(opened, number, monke
     step.store.wait()
     fail = raising(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"))
     with monkeypatch.context() as patched:
-        at_call(DeviceUpdater, "_computed", number, fail, patch=patched)
+        at_call(DeviceUpdater, "_new_states", number, fail, patch=patched)
         with pytest.raises(StoreError, match=r"failed on the device .*no memory"):
             step(SECOND)
     with pytest.raises(StoreError):

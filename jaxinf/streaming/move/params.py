@@ -43,12 +43,9 @@ def read_units(
 ) -> Iterator[ReadUnit]:
     """Reads units of the store's current step; there is no commit before it ends.
 
-    The store prefetches no state for updates until the first units are read, since
-    programs wait for params first. Chunks that another process holds are zeros.
-
-    Args:
-      num_first: Number of units that have room when a step begins.
-      average: Whether to read the params' average.
+    The store prefetches no state for updates until the first `num_first` units are
+    read, since programs wait for params first. Chunks that another process holds are
+    zeros.
     """
     files, num_left = engine.files, num_first
     reader = StateReader(files, READER_BYTES)
@@ -84,7 +81,6 @@ class _Read:
     """A read of a unit, which may serve its update, and calls of the next step.
 
     Attributes:
-      fetch: The planned read, with the calls that it serves.
       memory: Memory of the host, until the device or the update has the unit.
       value: The unit on the device.
       is_ready: Whether the unit is on the device, or where the device reads it.
@@ -120,7 +116,6 @@ class ParamReader:
       version: Names the contents of the store that units in memory must have.
 
     Attributes:
-      buffers: Memory of the host for params.
       used: The units that each call of this run has used.
       num_gets, num_hits: Number of `get` calls, and of those that did not wait.
       waited_s: Time that calls waited for params.
@@ -261,7 +256,6 @@ class ParamReader:
         self._step.close()
 
     def _drop_units(self, *, including_staying: bool) -> None:
-        """Frees units that no update took, and perhaps those that stay."""
         with self._changed:
             for unit in [*self._for_updates]:
                 self.end_update(unit)
@@ -288,7 +282,6 @@ class ParamReader:
         self.buffers.free_idle()
 
     def close(self) -> None:
-        """Stops, and frees the memory for reading; idempotent."""
         self.stop()
         self.free_memory()
         self.buffers.close()

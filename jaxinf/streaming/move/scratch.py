@@ -41,11 +41,7 @@ _Key = TypeVar("_Key")
 
 
 class ScratchRun(NamedTuple):
-    """A run of a value's bytes, and its place on a drive.
-
-    Attributes:
-      offset_bytes: Position in the drive's file, in whole pages.
-    """
+    """A run of a value's bytes, and its page-aligned place in a drive's file."""
 
     drive: int
     offset_bytes: int
@@ -68,11 +64,9 @@ def writing_bytes(num_drives: int) -> int:
 
 
 class ScratchFiles:
-    """Files without names, one on each drive, with a queue of jobs each.
+    """Files without names, one in each drive's folder, with a queue of jobs each.
 
-    Args:
-      folders: A folder on each drive; none if no value goes there.
-      content: What the files hold, for errors.
+    Errors name the content. Without folders no value may go to drives.
     """
 
     def __init__(

@@ -73,11 +73,7 @@ class Spill:
         return padded_bytes(runs)
 
     def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
-        """Yields all gradients, in the order in which they came.
-
-        Args:
-          removes: Whether to drop each gradient once it is read.
-        """
+        """Yields all gradients in the order of their arrival; `removes` drops each."""
         pieces, scratch = [*self.held], self.scratch
         unread = deque(piece for piece in pieces if piece in self.places)
         sizes = {piece: padded_bytes(self.places[piece]) for piece in unread}

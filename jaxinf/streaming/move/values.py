@@ -64,7 +64,6 @@ class _Offloaded:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes on the host, in whole pages."""
         return padded_bytes(self.runs)
 
     @property
@@ -76,9 +75,7 @@ class _Offloaded:
 class Values:
     """Holds values, those in memory and those elsewhere. Used from one thread.
 
-    Args:
-      plan: Says when values are away, and where they wait.
-      scratch: Files for values on drives, closed with this.
+    The plan says when values are away, and where they wait. Closes its files.
 
     Attributes:
       moved: Bytes on drives, and over the link from a device with memory of its own.
@@ -147,7 +144,6 @@ class Values:
     def put(
         self, values: Sequence[StepValue | None], outputs: Sequence[jax.Array]
     ) -> None:
-        """Takes those of a call's outputs that later calls take."""
         for value, output in zip(values, outputs, strict=True):
             if value is not None:
                 self._held[value] = output

@@ -29,9 +29,8 @@ _SHORT_BYTES = 1 << 20
 class Queue:
     """The name and limits of a queue of jobs, or of items that threads work on.
 
-    Attributes:
-      room_bytes: Memory for items, until the work on them is over.
-      batch_bytes: The most bytes of several items that are taken together.
+    Items have `room_bytes` of memory until the work on them is over; several items that
+    are taken together have at most `batch_bytes`.
     """
 
     name: Hashable
@@ -42,8 +41,6 @@ class Queue:
 
 @dataclass(eq=False)
 class _Waiting:
-    """The jobs and items that wait in a queue, each item with its bytes."""
-
     jobs: "SimpleQueue[Callable[[], None] | None]" = field(default_factory=SimpleQueue)
     items: deque[tuple[Any, int]] = field(default_factory=deque)
     item_bytes: int = 0
@@ -143,7 +140,6 @@ class WorkQueues:
                 waiting.item_bytes = 0
 
     def close(self) -> None:
-        """Drops all jobs and ends the threads; idempotent."""
         self.reset()
         self._is_closed = True
         for _, waiting in self._threads:

@@ -43,9 +43,8 @@ def segment_limits(ordered: OrderedProgram) -> list[int]:
 def cuts_of(ordered: OrderedProgram, limit_bytes: int) -> tuple[int, ...]:
     """Returns the cuts in the forward order, with 0 and the end.
 
-    Args:
-      limit_bytes: The most that a segment should need for params, kept and working
-        values. A single node that needs more becomes a segment.
+    A segment needs at most `limit_bytes` for params, kept and working values, unless it
+    is a single node.
     """
     cuts = [0]
     for repeat in _find_repeats(tuple(map(ordered.keys.node, ordered.forward))):
@@ -147,10 +146,7 @@ def _pieces(ordered: OrderedProgram, i: int) -> set[Piece]:
 
 @lru_cache(maxsize=8)  # a program is cut for many limits, and traced again
 def _find_repeats(tokens: tuple[Hashable, ...]) -> list[Repeat]:
-    """Returns disjoint repeats of at least three periods, in order.
-
-    Longer ones are preferred. A period has several nodes, not one.
-    """
+    """Returns the longest disjoint repeats, in order; a period has several nodes."""
     repeats, ranges = list[Repeat](), [(0, len(tokens))]
     while ranges:
         start, end = ranges.pop()
@@ -175,7 +171,7 @@ def _longest_repeat(tokens: Sequence[Hashable]) -> Repeat | None:
 
 
 def _longest_true(flags: np.ndarray) -> tuple[int, int]:
-    """Returns start and length of the longest stretch of True."""
+    """Returns the start and length of the longest stretch of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     if not len(edges):
         return 0, 0

@@ -97,7 +97,6 @@ Atom: TypeAlias = Value | Stack
 
 
 def build_graph(traced: Traced, closed: Any) -> Graph:
-    """Builds the graph of a traced function; drops nodes without effect."""
     has_loss = traced.seed_dtype is not None
     origins: list[Origin] = [*map(Piece, range(len(traced.params)))]
     origins += [*map(Batch, range(len(traced.batch))), *([Seed()] * has_loss)]
@@ -183,11 +182,7 @@ def _turned(product: Node, transposed: Node) -> Node | None:
 
 
 class _Unroller(Inliner):
-    """Unrolls scans over params; the results that they collect are stacks.
-
-    Args:
-      consts: The arrays of `closed_over`.
-    """
+    """Unrolls scans over params; the results that they collect are stacks."""
 
     def __init__(self, consts: Iterable[Any]) -> None:
         super().__init__()
@@ -202,7 +197,7 @@ class _Unroller(Inliner):
     def unroll(
         self, closed: Any, origins: Sequence[Origin]
     ) -> tuple[tuple[Value, ...], list[Any]]:
-        """Returns the inputs of a jaxpr with these origins, and its results."""
+        """Returns the inputs with these origins, and the results, of a jaxpr."""
         pairs = zip(origins, closed.jaxpr.invars, strict=True)
         inputs = [self.input(origin, var.aval) for origin, var in pairs]
         return tuple(inputs), self.inline(closed, inputs)

@@ -37,12 +37,9 @@ _Pieces: TypeAlias = Mapping[Node, frozenset[Piece]]
 
 
 class Stay(NamedTuple):
-    """Successive calls during which a tensor is in memory, or may be.
+    """Successive calls, up to `stop`, during which a tensor is or may be in memory.
 
-    Attributes:
-      stop: The call after the last.
-      num_bytes: The tensor's bytes; negative ones count as freed.
-      tensor: The tensor, as the caller knows it; hashable.
+    Negative bytes count as freed. The caller chooses what stands for the tensor.
     """
 
     start: int
@@ -254,7 +251,6 @@ def last_uses(uses: Iterable[Iterable[_Item]]) -> dict[_Item, int]:
 
 
 def _live_bytes(nodes: Sequence[Node], needs: _Needs) -> np.ndarray:
-    """Bytes of the values of one direction that cross each cut in it."""
     maker = last_uses(node.outputs for node in nodes)
     last = last_uses(needs[node] for node in nodes)
     crossing = maker.keys() & last.keys()
@@ -324,10 +320,7 @@ def _by_need(
 ) -> list[Node]:
     """Returns nodes in their order, but each after what it needs and after its host.
 
-    Nodes that wait for each other are left out.
-
-    Args:
-      eager: Nodes that come as soon as they can.
+    Eager nodes come as soon as they can; those that wait for each other are left out.
     """
     missing: dict[Node, set[Node]] = {node: set() for node in nodes}
     readers: defaultdict[Node, list[Node]] = defaultdict(list)

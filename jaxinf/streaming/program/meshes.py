@@ -72,19 +72,16 @@ def outside_mesh() -> Any:
 
 
 def default_device() -> Any:
-    """Returns the JAX device that new arrays are put on."""
     (device,) = jax.device_put(np.zeros(())).devices()
     return device
 
 
 def is_sharded(leaf: Any) -> bool:
-    """Whether an array is on several devices."""
     is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, compat.Tracer)
     return is_known and len(leaf.devices()) > 1
 
 
 def on_one_device(leaf: Any) -> Any:
-    """Returns an array on one device, if it is on several."""
     return jax.device_put(leaf, default_device()) if is_sharded(leaf) else leaf
 
 
@@ -153,7 +150,6 @@ def without_shardings(avals: PyTree) -> PyTree:
 
 
 def struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Returns an abstract value with a sharding, as an argument of a trace."""
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
     )
@@ -177,11 +173,7 @@ def item_aval(aval: Any) -> Any:
 
 
 def mesh_text(mesh: Mesh | Mapping[str, int] | None) -> str:
-    """Describes a mesh by its axes: "4 devices (data=2, model=2)".
-
-    Args:
-      mesh: A mesh, or the sizes of its axes; None or none for one device.
-    """
+    """Describes a mesh, or the sizes of its axes: "4 devices (data=2, model=2)"."""
     sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
     if not sizes:
         return "one device"

@@ -40,8 +40,6 @@ class Program:
       direction: "forward" or "backward"; "sum" adds up gradients of micro-batches, and
         "free" computes results that no segment has.
       segment: Number of its segment; -1 for none.
-      inputs: Values that it reads: params, batch, other programs' outputs.
-      nodes: Nodes in order; none in a program `without_nodes`.
       key: Equal for programs that can share an executable.
     """
 
@@ -82,12 +80,7 @@ class Program:
 
 
 class Programs(NamedTuple):
-    """The programs of segments.
-
-    Attributes:
-      backward: One for each segment; None for a segment without backward nodes.
-      free: Programs of results and gradients that no segment has.
-    """
+    """The programs of each segment, and of results that no segment has."""
 
     forward: tuple[Program, ...]
     backward: tuple[Program | None, ...]
@@ -145,7 +138,7 @@ def sum_program(
     Args:
       avals: Types of the gradients.
       is_first: Whether the sums are the first micro-batch's gradients.
-      count: Number of micro-batches, for the means; None for sums.
+      count: Number of micro-batches, for the means.
     """
     added = [struct(aval, typed_sharding(aval)) for aval in avals]
     wide = [a.update(dtype=np.promote_types(a.dtype, np.float32)) for a in added]
@@ -211,23 +204,20 @@ def compile_program(
 
 
 def _sums_large_products(closed: Any) -> bool:
-    """Whether a product of large arrays is summed, as in the gradient of softmax.
-
-    XLA's library for CPUs then holds the product in memory of its own.
-    """
+    # As in the gradient of softmax. XLA's library for CPUs then holds the product in
+    # memory of its own.
     products: set[int] = set()
     for eqn in compat.all_equations(closed):
         name, operand = eqn.primitive.name, id(eqn.invars[0]) if eqn.invars else 0
         if name == "reduce_sum" and operand in products:
             return True
-        is_product = name == "mul" and all(_is_large(x.aval) for x in eqn.invars)
+        is_product = name == "mul" and all(
+            len(x.aval.shape) >= _NUM_AXES and aval_bytes(x.aval) >= _LARGE_BYTES
+            for x in eqn.invars
+        )
         if is_product or (name == "convert_element_type" and operand in products):
             products.add(id(eqn.outvars[0]))
     return False
-
-
-def _is_large(aval: Any) -> bool:
-    return len(aval.shape) >= _NUM_AXES and aval_bytes(aval) >= _LARGE_BYTES
 
 
 def bytes_beside(program: Program, executable: Any) -> int:
@@ -255,11 +245,10 @@ def program_of(
     *,
     segment: int = -1,
 ) -> Program:
-    """Returns the program that computes values.
+    """Returns the program that computes values from results of nodes outside.
 
     Args:
       first: Nodes that come in this order; others come when they are needed.
-      is_inside: Whether the program computes a node; results of others are inputs.
     """
     needed = ancestors(outputs, is_inside)
     roots = [node for node in first if node in needed]

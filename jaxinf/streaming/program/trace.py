@@ -102,8 +102,7 @@ def trace(
     Args:
       fn: Returns a scalar loss; with `has_aux` a pair of it and any pytree; without
         `has_loss` any pytree, and has no gradient.
-      params: Tree of arrays or abstract values, all floating.
-      batch: Tree of arrays or abstract values.
+      params, batch: Trees of arrays or abstract values.
 
     Returns:
       The traced function, and its jaxpr: from params, batch and seed to loss, aux and

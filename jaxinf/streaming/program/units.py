@@ -38,7 +38,6 @@ class ParamUnit:
     """A leaf, or its slice at an index of its leading axes, that moves alone.
 
     Attributes:
-      shape: Without the indexed axes.
       dtype: Dtype of the params on the JAX device.
       sharding: Sharding over the mesh; None for one device.
       moves_by_shard: Whether the store moves each of its shards alone.
@@ -130,11 +129,7 @@ class ParamUnit:
     def placements(
         self, shards: Sequence[Array | jax.Array], device: Any = None
     ) -> list[tuple[Array | jax.Array, Any]]:
-        """Returns shards with the places they are put on, one for each replica.
-
-        Args:
-          device: The place of a unit without a mesh.
-        """
+        """Returns shards with the places of their replicas; `device` without a mesh."""
         if self.sharding is None:
             return [(shards[0], device)]
         shard_of = dict(zip(self.shards, shards, strict=True))
@@ -186,7 +181,6 @@ def units_of(
     """Returns the function that finds a store's units.
 
     Args:
-      leaves: Abstract values of the params' leaves; with a mesh they have shardings.
       can_move: Whether a box of a leaf (leaf, origin, extent) consists of whole chunks.
       undivided: Leaves whose shards the store does not move alone in any case.
     """

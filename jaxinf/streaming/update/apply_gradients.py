@@ -59,9 +59,6 @@ class StoreSink:
     norm, or if a step overwrites one that is not committed. Updates then start when all
     have arrived, and with them all reads of params are over.
 
-    Args:
-      params: Reads a step's params, which updates may take.
-
     Attributes:
       spill: Holds gradients until the last one arrives; None if none waits.
       waited_s: Time that gradients of the last step waited for room.
@@ -76,7 +73,7 @@ class StoreSink:
         params: ParamReader,
         jobs: WorkQueues,
     ) -> None:
-        self.updates, self.share = updates, updates.share
+        self.updates, self._assignment = updates, updates.assignment
         self._params = params
         self.spill, self.waited_s, self.spilled_bytes = None, 0.0, (0, 0)
         self._streams = cuts_record(ordered, plan.cuts)
@@ -87,7 +84,7 @@ class StoreSink:
         room_bytes = memory.gradient_bytes - updates.kept_bytes(plan)
         room_bytes = min(room_bytes, memory.leaving_bytes)
         num_threads = 1
-        if self.share.updater is not None:
+        if self._assignment.updater is not None:
             num_threads = NUM_UNDER_WAY
             room_bytes += (num_threads - 1) * updates.largest_gradient_bytes
         self._jobs = jobs
@@ -104,9 +101,9 @@ class StoreSink:
         finished = files.finished
         if not updates.options.replan:
             check_cuts(updates.engine, self._streams)
-        assignment = next_assignment(self.share, finished, self._update_s)
+        assignment = next_assignment(self._assignment, finished, self._update_s)
         if assignment.interval != "auto":
-            self.share = assignment
+            self._assignment = assignment
         files.assign(assignment)
         self._step = finished.step
         self._first_s = self.waited_s = 0.0  # when the first gradient came
@@ -184,7 +181,7 @@ class StoreSink:
             return False
         assert not self._incomplete, "every piece of a unit has its gradient"
         self._commit(carried)
-        if self.share.interval == "auto":
+        if self._assignment.interval == "auto":
             self._update_s.append(time.perf_counter() - self._first_s)
         return True
 
@@ -324,7 +321,7 @@ class StoreSink:
         return requests
 
     def _update_units(self, requests: Mapping[ParamUnit, list[UpdateRequest]]) -> None:
-        """Updates units, which may run beside other updates; blocks."""
+        """Updates units beside other updates; blocks."""
         in_order = [*chain.from_iterable(requests.values())]
         are_finite = self.updates.engine.steps.update(self._step, *in_order)
         for unit in requests:

@@ -64,7 +64,7 @@ _MIN_GAIN = 0.05
 
 
 def device_interval(
-    every: Any, store: Store, *, replan: bool, is_compressed: bool
+    interval: Any, store: Store, *, replan: bool, is_compressed: bool
 ) -> int | Literal["auto"]:
     """Returns k, by default that of the store's last step; 0 for no updates there.
 
@@ -75,40 +75,40 @@ def device_interval(
         remedy.
       StreamError: The store's commit records another k.
     """
-    is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 0
-    if not (every is None or every == "auto" or is_number):
+    is_number = type(interval) is int and interval >= 0
+    if not (interval is None or interval == "auto" or is_number):
         raise ValueError(
-            f'device_updates={every!r}: expected "auto", None or a number: the device '
-            "computes every so many subgroups, and with 0 none"
+            f'device_updates={interval!r}: expected "auto", None or a number: the '
+            "device computes every so many subgroups, and with 0 none"
         )
     engine, remedy = engine_of(store), "leave device_updates out"
     last = None if engine.is_new else engine.files.finished
     if last is not None and last.step:
         recorded = last.device_updates
-        if every == "auto":  # it is chosen once
-            every = None
-        if every not in (None, recorded) and not replan:
+        if interval == "auto":  # it is chosen once
+            interval = None
+        if interval not in (None, recorded) and not replan:
             raise StreamError(
                 f"{store.path}: its last step was computed with device_updates="
-                f"{recorded}, found device_updates={every}; leave it out to go on as "
-                "before, or give replan=True to go on with another choice (bits on an "
-                "accelerator then differ from here on)"
+                f"{recorded}, found device_updates={interval}; leave it out to go on "
+                "as before, or give replan=True to go on with another choice (bits on "
+                "an accelerator then differ from here on)"
             )
-        if every is None and recorded:
-            every, remedy = recorded, "give 0 for device_updates and replan=True"
+        if interval is None and recorded:
+            interval, remedy = recorded, "give 0 for device_updates and replan=True"
     csd, compressed = engine.options.csd, "the host updates with compressed gradients"
     for is_refused, reason, other in (
         (csd.has_cards, f'on csd="{csd.kind}" cards update state', 'use csd="host"'),
         (is_compressed, compressed, "leave compress out"),
     ):
-        if every and is_refused:
+        if interval and is_refused:
             raise ValueError(
-                f"device_updates={every!r}: {reason}; {remedy}, or {other}"
+                f"device_updates={interval!r}: {reason}; {remedy}, or {other}"
             )
-    return every or 0
+    return interval or 0
 
 
-def device_share(
+def device_assignment(
     subgroups: SubgroupTable,
     kernels: Sequence[Kernel],
     options: Options,
@@ -124,8 +124,8 @@ def device_share(
       StreamError: There are several devices, or processes; or k is given, and the
         device can compute none of the subgroups.
     """
-    every = options.device_updates
-    if not every:
+    interval = options.device_updates
+    if not interval:
         return Assignment()
     if mesh is not None or not is_alone:
         where = "several processes" if mesh is None else mesh_text(mesh)
@@ -138,44 +138,41 @@ def device_share(
         layout.subgroup
         for leaf, kernel in enumerate(kernels)
         for layouts in subgroups.layouts_by_chunk(leaf)
-        if all(updater.takes(layout.kernel_extents, kernel) for layout in layouts)
+        if all(updater.can_update(layout.kernel_extents, kernel) for layout in layouts)
         for layout in layouts
         if layout.subgroup.num_elements >= MIN_ELEMENTS
     )
-    share = Assignment(updater, "auto", computable)
-    if every == "auto" and not computable:
+    assignment = Assignment(updater, "auto", computable)
+    if interval == "auto" and not computable:
         _LOG.warning("device_updates=0: the device can compute none of the subgroups")
         return Assignment()
-    if every != "auto":
-        share = every_kth(share, every)
-    if not share.subgroups:
+    if interval != "auto":
+        assignment = every_kth(assignment, interval)
+    if not assignment.subgroups:
         raise StreamError(
-            f"device_updates={every}: expected more subgroups that the device can "
+            f"device_updates={interval}: expected more subgroups that the device can "
             "compute: of 65536 params or more, with state that is not coded, and an "
             "update without arrays from outside; leave device_updates out, or give a "
             "smaller number"
         )
-    return share
+    return assignment
 
 
-def every_kth(share: Assignment, every: int) -> Assignment:
-    """Returns the share of each k-th of these subgroups; of none, if k is 0."""
-    chosen = share.subgroups[every - 1 :: every] if every else ()
-    return Assignment(share.updater if chosen else None, every, chosen)
+def every_kth(assignment: Assignment, interval: int) -> Assignment:
+    """Returns the assignment of each k-th of these subgroups; of none, if k is 0."""
+    chosen = assignment.subgroups[interval - 1 :: interval] if interval else ()
+    return Assignment(assignment.updater if chosen else None, interval, chosen)
 
 
-def needs_of_share(
-    subgroups: SubgroupTable, share: Assignment, gradient_bytes: int
+def needs_of_assignment(
+    subgroups: SubgroupTable, assignment: Assignment, largest_gradient_bytes: int
 ) -> list[MemoryNeed]:
     """Returns the memory that updates on the device take there, and on the host.
 
     A subgroup takes its old and new states, its gradient as it comes and in float32,
     its old master params, and its update.
-
-    Args:
-      gradient_bytes: Bytes of the largest gradient.
     """
-    chosen = frozenset(share.subgroups)
+    chosen = frozenset(assignment.subgroups)
     sizes = [
         2 * sum(extent.num_bytes for extent in layout.kernel_extents)
         + 4 * FLOAT32.itemsize * layout.subgroup.num_elements
@@ -187,7 +184,7 @@ def needs_of_share(
     if not sizes:
         return []
     device_bytes = NUM_ON_DEVICE * max(sizes)
-    under_way_bytes = (NUM_UNDER_WAY - 1) * gradient_bytes
+    under_way_bytes = (NUM_UNDER_WAY - 1) * largest_gradient_bytes
     return [
         MemoryNeed(device_bytes, "updates on the device", is_on_device=True),
         MemoryNeed(under_way_bytes, "gradients of updates under way"),
@@ -202,7 +199,6 @@ def next_interval(update_s: Sequence[float], num_subgroups: int) -> int:
 
     Args:
       update_s: Seconds of the updates of each step so far.
-      num_subgroups: Number of subgroups that the device can compute.
     """
     if len(update_s) < 5:
         return (1, 0, 0, 1, 1)[len(update_s)]
@@ -215,24 +211,23 @@ def next_interval(update_s: Sequence[float], num_subgroups: int) -> int:
 
 
 def next_assignment(
-    share: Assignment, last: CommitRecord, update_s: Sequence[float]
+    assignment: Assignment, last: CommitRecord, update_s: Sequence[float]
 ) -> Assignment:
     """Returns what the device computes in the next step; "auto" is chosen at its time.
 
     Args:
-      share: What the device may compute; all that it can, while k is "auto".
-      last: The store's last step.
+      assignment: What the device may compute; all that it can, while k is "auto".
       update_s: As of `next_interval`.
     """
-    if share.interval != "auto":
-        return share
-    every = last.device_updates
-    if not last.step or every == "auto":  # not chosen by batches of another shape
-        every = next_interval(update_s, len(share.subgroups))
+    if assignment.interval != "auto":
+        return assignment
+    interval = last.device_updates
+    if not last.step or interval == "auto":  # not chosen by batches of another shape
+        interval = next_interval(update_s, len(assignment.subgroups))
         if len(update_s) < NUM_TRIED:
-            return replace(every_kth(share, every), interval="auto")
-        _LOG.warning("device_updates=%d, as measured in the first steps", every)
-    return every_kth(share, every)
+            return replace(every_kth(assignment, interval), interval="auto")
+        _LOG.warning("device_updates=%d, as measured in the first steps", interval)
+    return every_kth(assignment, interval)
 
 
 # --- an update on the device ---------------------------------------------------------
@@ -262,8 +257,8 @@ class DeviceUpdater:
         self.add = jit(lambda master, delta: (master + delta,), donate_argnums=0)
         self.add_split = jit(lambda master, delta: split_params(master + delta))
 
-    def takes(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
-        """Exact forms of state only: others are rounded as the host's kernels do."""
+    def can_update(self, extents: Sequence[Extent], kernel: Kernel) -> bool:
+        """Whether states are exact; others are rounded as the host's kernels do."""
         codecs = {extent.codec for extent in extents[2:]}
         is_exact = not codecs - {""} and extents[0].codec in ("", "split")
         return is_exact and is_computable(kernel)
@@ -277,7 +272,7 @@ class DeviceUpdater:
         checksums = {number: crc32c(views[number]) for number in wanted}
         try:
             num_params = 2 if extents[0].codec else 1
-            states, is_finite = self._computed(update, views, num_params)
+            states, is_finite = self._new_states(update, views, num_params)
         except jax.errors.JaxRuntimeError as error:
             num_bytes = sum(extent.num_bytes for extent in extents)
             raise StoreError(
@@ -290,7 +285,7 @@ class DeviceUpdater:
             csd.put(buffer, extents[number], state)
         return UpdateOutcome(is_finite, checksums)
 
-    def _computed(
+    def _new_states(
         self, update: Update, views: Sequence[Array], num_params: int
     ) -> tuple[dict[int, Array], bool]:
         """Returns the states that change, and whether the gradient is finite."""

@@ -85,8 +85,7 @@ class PassRunner:
     def add(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Computes the numbers of a gradient in this pass; blocks until they are there.
 
-        Args:
-          piece: The piece of the params; whole, unless its leaf may come in slices.
+        The piece is a whole leaf, unless the leaf may come in slices.
         """
         computation = self._passes.parts.get((self._number, piece.leaf))
         if computation is None:
@@ -103,9 +102,7 @@ class PassRunner:
     ) -> LeafInputs:
         """Returns the inputs of a leaf's kernel, in the last pass; blocks.
 
-        Args:
-          gradient: Gradient of the leaf; a slice if nothing is computed of it.
-          params: Params of the leaf on the device, if they are in memory.
+        The gradient may be a slice if nothing is computed of it.
         """
         computation = self._passes.parts.get((self._number, leaf))
         values = self._kernel_scalars
@@ -140,7 +137,6 @@ class PassRunner:
     # --- inside --------------------------------------------------------------------
 
     def _begin_pass(self, number: int) -> None:
-        """Computes the numbers and the kernels' scalars before a pass."""
         self._number, self._leaves_added = number, set()
         before = self._passes.before[number]
         outputs = self._before_pass[number](*(self._env[v] for v in before.inputs))

@@ -71,10 +71,8 @@ def by_shards(
 ) -> ShardedGradient:
     """Returns a program's gradient without the replicas on other devices.
 
-    Args:
-      to_host: Whether to start its copy to the host; nothing here then holds the
-        device's memory, unless it is kept.
-      keep_on_device: Whether to keep one on a single device there, too.
+    A gradient that goes to the host begins its copy, and holds no memory of the device,
+    unless it is on a single one and is kept there.
     """
     shape, dtype = gradient.shape, np.dtype(gradient.dtype)
     is_on_one = len(gradient.devices()) == 1

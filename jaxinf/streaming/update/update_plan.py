@@ -31,7 +31,10 @@ from jaxinf.streaming.program.units import (
     assembly_bytes,
     units_of,
 )
-from jaxinf.streaming.update.device_updates import device_share, needs_of_share
+from jaxinf.streaming.update.device_updates import (
+    device_assignment,
+    needs_of_assignment,
+)
 from jaxinf.streaming.update.gradient_passes import PassRunner
 from jaxinf.streaming.update.gradients import compressor
 from jaxinf.transfer import ByteCounts
@@ -50,7 +53,6 @@ def passes_for(
 
     Args:
       pieces: Pieces of params whose gradients arrive; by default whole leaves.
-      is_alone: Whether the process has all chunks of the store.
 
     Raises:
       UnsupportedTransformError: It needs too much of all leaves, or too many passes;
@@ -100,17 +102,13 @@ def check_init(program: InitProgram) -> None:
 class UpdatePlan:
     """The updates of a loss function's steps: what they compute, take and move.
 
-    Their programs are compiled when it is made.
-
-    Args:
-      engine: The store's; it is bound to the optimizer when a step runs.
-      program: The optimizer.
-      subgroups: Those of the store, which need not exist.
+    Their programs are compiled when it is made. The engine is bound to the optimizer
+    when a step runs; the store need not exist before.
 
     Attributes:
       passes, pass_runner: The optimizer's passes over gradients, and what runs them.
       compress: Compresses gradients; None if they are sent whole.
-      share: The updates that the JAX device computes.
+      assignment: The updates that the JAX device computes.
       units_read, units_trained: Units that programs read, and that have gradients.
       idle_leaves: Leaves that stay as they are, whose gradients need not wait.
       gradient_bytes: Bytes of each gradient, 0 for those of idle leaves.
@@ -159,7 +157,9 @@ class UpdatePlan:
             )
             self._computing_bytes = max(self._computing_bytes, num_bytes)
         mesh = ordered.traced.mesh
-        self.share = device_share(subgroups, kernels, options, mesh, is_alone=is_alone)
+        self.assignment = device_assignment(
+            subgroups, kernels, options, mesh, is_alone=is_alone
+        )
 
     @property
     def are_deferred(self) -> bool:
@@ -174,7 +174,7 @@ class UpdatePlan:
         return self.program.leaves[leaf].info.name
 
     def disk_bytes(self) -> int:
-        """Returns the bytes of the store with both slots."""
+        """Returns the bytes of the store, with both slots."""
         return required_bytes(self.subgroups.directory).total()
 
     @cached_property
@@ -187,9 +187,9 @@ class UpdatePlan:
         updated = [unit.whole_bytes for unit in sharded] if waits else whole
         whole_bytes = max(whole, default=0) + 2 * max(updated, default=0)
         num_drives = len(subgroups.directory.csd_directories)
+        largest_bytes = self.largest_gradient_bytes
         # Threads of further drives each copy a run of a gradient before they write it.
-        runs_bytes = (num_drives - 1) * MAX_RUN_BYTES
-        threads_bytes = min(runs_bytes, self.largest_gradient_bytes)
+        threads_bytes = min((num_drives - 1) * MAX_RUN_BYTES, largest_bytes)
         moving = "moving shards of params that are not stored alone"
         writing = "writing gradients to several drives at once"
         numbers = "computing numbers of its gradients"
@@ -197,7 +197,7 @@ class UpdatePlan:
             MemoryNeed(whole_bytes, moving),
             MemoryNeed(assembly_bytes(units), ASSEMBLING),
             MemoryNeed(threads_bytes * waits, writing),
-            *needs_of_share(subgroups, self.share, self.largest_gradient_bytes),
+            *needs_of_assignment(subgroups, self.assignment, largest_bytes),
             MemoryNeed(self._computing_bytes, numbers, is_on_device=True),
         )
         leaves = enumerate(self.program.leaves)
