@@ -99,8 +99,8 @@ def split_tokens(
     parts: Sequence[Encoded], share: float
 ) -> tuple[list[Encoded], list[Encoded]]:
     """Splits a share of the tokens off at the end, which may cut a text."""
-    count_tokens = sum(part.tokens.size for part in parts)
-    at, first, last = count_tokens - int(count_tokens * share), [], []
+    num_tokens = sum(part.tokens.size for part in parts)
+    at, first, last = num_tokens - int(num_tokens * share), [], []
     for tokens in (part.tokens for part in parts):
         for half, ids in ((first, tokens[:at]), (last, tokens[at:])):
             if ids.size:
