@@ -309,7 +309,7 @@ class _Reader:
             for half in (train, validation)
         )
         return (
-            f"{self.num_read:,} {noun}{classes}: {num_train:,} {unit} to train on, "
+            f"{self.num_read:,} {noun}{classes}, {num_train:,} {unit} to train on, "
             f"{num_validation:,} to validate"
         )
 
