@@ -176,9 +176,6 @@ def measure_bandwidth(
 ) -> tuple[int, dict[str, float]]:
     """Measures with direct I/O, by at most three times the file's length; blocks.
 
-    Args:
-      file_bytes: length of the temporary file; cut to an even number of blocks.
-
     Returns:
       The bytes moved, and bytes a second, until durable: `read`, `write`, and `mixed`,
       of both in equal parts.

@@ -162,11 +162,9 @@ def export_huggingface(
 ) -> None:
     """Writes a step's params as ``transformers`` loads them; blocks until durable.
 
-    Adapters of ``jaxinf.train --lora`` are added to their matrices.
-
-    The step's commit must name the model: `jaxinf.train` writes it into the payload, as
-    ``architecture``. For params of `jaxinf_models.pretrained` in a loop of one's own
-    give the folder that they came from.
+    Adapters are added to their matrices. The step's commit must name the model, as
+    `jaxinf.train` does by ``architecture`` in the payload; for a loop of one's own with
+    `jaxinf_models.pretrained`, give the folder that the params came from.
 
     Args:
       step, destination, average, options: arguments of `export_safetensors`.
@@ -176,8 +174,7 @@ def export_huggingface(
       beside: further files by name: those of the tokenizer.
 
     Raises:
-      ExchangeError: the commit does not name its model, or the store has other leaves
-        than that model.
+      ExchangeError: the commit names no model, or one with other leaves.
       FileExistsError, StoreError: as for `export_safetensors`.
     """
     params = param_arrays(step, average=average)

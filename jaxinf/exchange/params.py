@@ -54,10 +54,9 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ParamArray:
-    """A param of a step as a tensor of a file; nothing is read yet.
+    """A param of a step, or its average, as a tensor of a file; not read yet.
 
     Attributes:
-      state: the state that is read: the params, or their average.
       name: the tensor's name; by default the leaf's keys joined by ``.``.
       dtype: dtype that its elements are rounded to, to nearest even.
       adapter: A, B and alpha of the adapter to add.

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data, its log, and the best step so far.
+"""Evaluation on held-out data, and the best step so far.
 
 Invariant: the cost is bounded for any model size, and the result is a pure function of
 params, data and seed. A new loss is compared with the loss of the existing checkpoint,

@@ -1,4 +1,4 @@
-"""The store of a run: opened, and asked what its steps have cost.
+"""Opens the store of a run, and reads the costs of its steps.
 
 Invariant: nothing is written to a store when it is opened, unless it is divided anew. A
 new run's params are compared with a store's before its first step.

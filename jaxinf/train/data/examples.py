@@ -33,14 +33,12 @@ _MAX_LABELS = 1 << 31  # that an int32 can tell apart
 
 
 class Example(NamedTuple):
-    """One example, as text.
+    """One example; prompts and messages are a ``dialogue``.
 
     Attributes:
-      kind: ``dialogue`` for prompts and messages.
-      texts: the text, the text and its pair, or the prompt and its response; UTF-8 if
-        it is bytes.
+      texts: the text, the text and its pair, or the prompt and its response; bytes are
+        UTF-8.
       messages: a conversation, in place of texts.
-      label: the class of a ``labelled`` example.
     """
 
     where: str

@@ -36,10 +36,8 @@ _NOT_TEXT = (b"\x1f\x8b", b"BZh", b"\xff\xfe", b"\xfe\xff")
 def find_files(patterns: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """Resolves the names that a user gives for data.
 
-    Args:
-      patterns: each a file (taken as it is), a directory (every text and Parquet file
-        below it, hidden ones not; text has no NUL among the first 8,192 bytes), or a
-        glob, where `**` crosses directories (files only).
+    A pattern is a file, which is taken as it is; a directory, for all text and Parquet
+    files below it but hidden ones; or a glob of files, where `**` crosses directories.
 
     Returns:
       Resolved paths, sorted, each once; and those of files of directories that are left

@@ -30,11 +30,9 @@ _MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
 
 
 class Encoded(NamedTuple):
-    """One example as ids.
+    """One example as ids: uint8 to uint32 [n]; `is_learned` is bool [n].
 
     Attributes:
-      tokens: uint8 to uint32 [n].
-      is_learned: bool [n].
       label: -1 for none.
       token_types: uint8 [n], the number of each token's text; None for one text.
     """

@@ -142,13 +142,10 @@ class _Reader:
     """Reads the texts of a run, and keeps remarks about them.
 
     Attributes:
-      num_types: types of tokens that the model tells apart; 0 for none.
       learn_all: whether prompts are learned, too.
       first: the first example of the training data, once it is read.
-      num_read: number of examples read.
       unused: fields of records without a use.
       left_out: files of folders that are no text.
-      notes: what is cut or left out.
     """
 
     task: TaskName
