@@ -88,10 +88,7 @@ class WorkQueues:
         """Submits an item; blocks while the queue has no room, and returns the seconds.
 
         An empty queue accepts an item of any size. All items of a queue have the same
-        `begin_work`.
-
-        Raises:
-          BaseException: The first error of a job.
+        `begin_work`. Raises as `wait_for`.
         """
         with self.changed:
             waiting, room_bytes = self._waiting_in(queue), max(1, queue.room_bytes)

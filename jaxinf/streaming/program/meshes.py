@@ -21,11 +21,7 @@ from jaxinf.typing import PyTree
 
 
 def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
-    """Returns the sharding of an array over several devices; None if it is on one.
-
-    Raises:
-      StreamError: It is on several devices without a NamedSharding.
-    """
+    """Returns an array's NamedSharding; None on one device, or else StreamError."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or isinstance(leaf, compat.Tracer):
         return None
@@ -43,11 +39,7 @@ def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
 
 
 def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
-    """Returns the mesh of arrays, or else of ``jax.set_mesh``; None for one device.
-
-    Raises:
-      StreamError: They are on several meshes.
-    """
+    """Returns the mesh of arrays, else of `jax.set_mesh`; refuses two: StreamError."""
     meshes: dict[Mesh, str] = {}  # with the name of the first array on each
     for whole, tree in (("params", params), ("the batch", batch)):
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -90,11 +82,7 @@ def on_this_process(leaf: jax.Array) -> jax.Array:
 
 
 def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
-    """Returns the mesh of a traced program: the known one, or one that only it sets.
-
-    Raises:
-      StreamError: The program uses other devices than the known mesh.
-    """
+    """Returns the known mesh or one that a program sets; refuses two: StreamError."""
     values = (v for eqn in compat.all_equations(closed) for v in eqn.params.values())
     params = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
     for mesh in (getattr(x, "mesh", x) for x in chain.from_iterable(params)):

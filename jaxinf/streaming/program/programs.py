@@ -132,13 +132,9 @@ def sum_program(
         micro-batch k           (sum + gradient) / k        in the gradient's dtype
 
     It is a program of its own, since XLA may round a sum differently if it computes its
-    terms, too. Sums are in float32, or in the gradient's dtype if that is longer. It
-    takes sums, then gradients, and for the means the number of micro-batches.
-
-    Args:
-      avals: Types of the gradients.
-      is_first: Whether the sums are the first micro-batch's gradients.
-      count: Number of micro-batches, for the means.
+    terms, too. Sums are in float32, or in the gradient's dtype if that is longer; the
+    first ones are a micro-batch's gradients. It takes sums, then gradients, and for the
+    means the number of micro-batches.
     """
     added = [struct(aval, typed_sharding(aval)) for aval in avals]
     wide = [a.update(dtype=np.promote_types(a.dtype, np.float32)) for a in added]
@@ -247,8 +243,7 @@ def program_of(
 ) -> Program:
     """Returns the program that computes values from results of nodes outside.
 
-    Args:
-      first: Nodes that come in this order; others come when they are needed.
+    Nodes of `first` come in this order; others come when they are needed.
     """
     needed = ancestors(outputs, is_inside)
     roots = [node for node in first if node in needed]

@@ -116,11 +116,7 @@ class StoreSink:
             self.spill.held.clear()
 
     def put(self, piece: Piece, gradient: jax.Array) -> None:
-        """Takes a complete gradient; blocks while too many wait.
-
-        Raises:
-          BaseException: The exception that stopped the updates.
-        """
+        """Takes a complete gradient; blocks while too many wait; raises as `finish`."""
         self._first_s = self._first_s or time.perf_counter()
         passes, leaf = self.updates.passes, piece.leaf
         has_numbers = bool(passes.of_leaf(leaf))

@@ -195,10 +195,8 @@ def next_interval(update_s: Sequence[float], num_subgroups: int) -> int:
     """Returns k of a store's next step; after `NUM_TRIED` steps, k from then on.
 
     The first step compiles, and does not count. Then two have all updates on the host,
-    two all on the device, and two as many on each as take the same time.
-
-    Args:
-      update_s: Seconds of the updates of each step so far.
+    two all on the device, and two as many on each as take the same time. `update_s` are
+    the seconds of the updates of each step so far.
     """
     if len(update_s) < 5:
         return (1, 0, 0, 1, 1)[len(update_s)]
@@ -213,11 +211,9 @@ def next_interval(update_s: Sequence[float], num_subgroups: int) -> int:
 def next_assignment(
     assignment: Assignment, last: CommitRecord, update_s: Sequence[float]
 ) -> Assignment:
-    """Returns what the device computes in the next step; "auto" is chosen at its time.
+    """Returns what the device computes in the next step, of what it may compute.
 
-    Args:
-      assignment: What the device may compute; all that it can, while k is "auto".
-      update_s: As of `next_interval`.
+    While k is "auto", this is all that it can, and `next_interval` chooses k.
     """
     if assignment.interval != "auto":
         return assignment

@@ -49,10 +49,7 @@ _LATE = frozenset({"value"})
 def passes_for(
     program: UpdateProgram, pieces: Iterable[Piece] = (), *, is_alone: bool = True
 ) -> Passes:
-    """Returns an optimizer's passes over gradients.
-
-    Args:
-      pieces: Pieces of params whose gradients arrive; by default whole leaves.
+    """Returns an optimizer's passes over gradients of pieces, or of whole leaves.
 
     Raises:
       UnsupportedTransformError: It needs too much of all leaves, or too many passes;
