@@ -155,9 +155,9 @@ def _summary(runs: Mapping[str, Logs]) -> list[list[str]]:
         return format_bytes(round(value))
 
     rows = [["steps", *(f"{logs.num_steps:,}" for logs in runs.values())]]
-    for label, name, of, text in (
-        ("last loss", "loss", lambda known: known[-1], "{:.4g}".format),
-        ("held-out loss", "held out", lambda known: known[-1], "{:.4g}".format),
+    for label, name, reduce, text in (
+        ("last loss", "loss", lambda values: values[-1], "{:.4g}".format),
+        ("held-out loss", "held out", lambda values: values[-1], "{:.4g}".format),
         ("time of a step", "step_s", np.median, "{:.4g} s".format),
         ("throughput", "rate", np.median, "{:,.4g} a second".format),
         ("read a step", "drive_read_bytes", np.median, size),
@@ -170,8 +170,8 @@ def _summary(runs: Mapping[str, Logs]) -> list[list[str]]:
         for logs in runs.values():
             columns = logs.validation if name == "held out" else logs.columns
             values = columns.get("loss" if name == "held out" else name, np.zeros(0))
-            known = values[np.isfinite(values)]
-            row.append(text(float(of(known))) if len(known) else "")
+            finite = values[np.isfinite(values)]
+            row.append(text(float(reduce(finite))) if len(finite) else "")
         rows.append(row)
     rows.append(["notes", *("; ".join(logs.notes) for logs in runs.values())])
     return [row for row in rows if any(row[1:])]

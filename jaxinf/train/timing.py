@@ -54,8 +54,8 @@ class StepTimer:
         step_s, busy_s = ended_s - began_s, ended_s - self._since_s
         busy, self._since_s = timeline.take_busy(), ended_s
         self._drives |= dict.fromkeys(busy.drives)
-        phases = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
-        phases |= busy.phases
+        idle = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
+        phases = {**idle, **busy.phases}
         phases.setdefault("program", max(0.0, step_s - phases["wait"]))
         resident_bytes = rss_bytes()
         return result, {
