@@ -11,29 +11,19 @@ JAX's primitives, jaxprs, lowerings and shardings. These say less:
 ==========================  ==========================================================
 used here                   the effect, should it change
 ==========================  ==========================================================
-``PJRT_NPROC``              read by XLA's CPU client. Not read any more: runs on several
-                            CPU devices may hang, which the tests of four devices show
-``manual_axes``             of the mesh in use. Not there: an update in ``pmap`` fails
-                            with an error of JAX's
-logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
-                            traceback before the error
-tracebacks of equations     not promised. Others: a refusal does not say which optax
-                            transformation the primitive came from
-key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves, or of
-                            scalars, are not those of a store, which is refused.
-                            Another text: error messages have it; no file does
-``serialization`` of Flax   registers placeholders, where a program uses Flax. Moved:
-                            ``flax.serialization.to_bytes`` of a state fails
-bits of ``jax.random``      computed as Threefry of each element's index. Computed
-                            otherwise: streaming draws other first params than jitted
-                            code for leaves that are large beside the budget
-library fusions of XLA      an option of its CPU compiler. Not there, or other names:
-                            programs take the default, and may take more memory than
-                            is planned
-``dma_map``                 of XLA's client, with ``dma_unmap``; not public. Not there:
-                            streamed params are copied once more on their way to a GPU
-Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
-                            only when it is told the handler
+``PJRT_NPROC``              no longer read: runs on several CPU devices may hang
+``manual_axes`` of a mesh   gone: an update in ``pmap`` fails with an error of JAX's
+logger of callbacks         moved: the trainer prints JAX's traceback, too
+tracebacks of equations     changed: a refusal does not name optax's transformation
+key classes                 changed: leaves have other names, so a store is refused
+``keystr``                  changed: error messages have other text; no file does
+``serialization`` of Flax   moved: ``flax.serialization.to_bytes`` of a state fails
+bits of ``jax.random``      not Threefry of each element's index: leaves that are
+                            large beside the budget begin otherwise than in jitted code
+library fusions of XLA      gone or renamed: CPU programs may take more memory than is
+                            planned
+``dma_map`` of a client     gone: streamed params are copied once more to a GPU
+Orbax's handler, key type   moved: Orbax restores only when it is told the handler
 ==========================  ==========================================================
 
 Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does with an

@@ -166,8 +166,7 @@ def init_state(optimizer: OffloadedOptimizer, params: PyTree) -> SmartUpdateStat
             [getattr(leaf, "sharding", None) for leaf in leaves]
         )
     shardings = optimizer.shardings or (() if has_values else traced_shardings(leaves))
-    program, update = optimizer.trace(params, optimizer.example_args)
-    description = optimizer.describe(program, update, shardings)
+    program, _, description = optimizer.trace(params, optimizer.example_args, shardings)
     if compat.is_tracing() or not has_values:
         result = _init_traced(optimizer, description, program, leaves, shardings)
     else:

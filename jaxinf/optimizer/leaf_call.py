@@ -228,15 +228,12 @@ class HostResult(NamedTuple):
 SentCall: TypeAlias = tuple[HostResult, list[Any]]
 """The results of a call, and the new error feedback of its leaves."""
 
-CompressCall: TypeAlias = Callable[[LeafCall], LeafCall]
-"""Compresses a leaf's call on the JAX device with the gradient, or with its shard."""
-
 
 def send_call(
     host: HostCallback,
     call: HostCall,
     dtypes: Sequence[Any],
-    compress: CompressCall | None = None,
+    compress: Callable[[LeafCall], LeafCall] | None = None,
     *,
     shares: bool = True,
 ) -> SentCall:
@@ -245,6 +242,7 @@ def send_call(
     Args:
       call: whole leaves, all sharded over the same axes.
       dtypes: the dtype of each leaf's result; None for no result.
+      compress: compresses a leaf's call on the device that has its gradient's shard.
       shares: as for `call_owner`.
 
     Returns:

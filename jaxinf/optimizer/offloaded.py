@@ -214,12 +214,35 @@ class OffloadedOptimizer:
         self.engine.health.raise_to_program()
 
     def trace(
+        self,
+        params: PyTree,
+        extra_args: Mapping[str, Any],
+        shardings: tuple[NamedSharding, ...],
+    ) -> tuple[InitProgram, UpdateProgram, StoreDescription]:
+        """Divides the optimizer between JAX and the store, and describes the store.
+
+        Raises:
+          DeviceConfigurationError: the mesh is not one of all processes of the run.
+        """
+        init, update = self._trace_programs(params, extra_args)
+        group = self.engine.group
+        check_processes(group, shardings[0].mesh if shardings else None)
+        shapes = [leaf.info.shape for leaf in update.leaves]
+        pairs = [*zip(shardings or [None] * len(shapes), shapes, strict=True)]
+        description = describe_store(
+            update,
+            init,
+            [shard_counts(*pair) for pair in pairs],
+            shards=() if group.is_alone else [held_shards(*pair) for pair in pairs],
+            average=self.average,
+            compression=self.compression,
+        )
+        return init, update, description
+
+    def _trace_programs(
         self, params: PyTree, extra_args: Mapping[str, Any]
     ) -> tuple[InitProgram, UpdateProgram]:
-        """Traces the optimizer and divides it between JAX and the store.
-
-        A trace takes as long as optax's, so `init`'s serves the first update, too.
-        """
+        # A trace takes as long as optax's, so init's serves the first update, too.
         leaf_infos(params)
         leaves, treedef = jax.tree.flatten(params)
         avals = [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -227,10 +250,10 @@ class OffloadedOptimizer:
         if not extra_args and self._last_trace[:3] == key:
             return self._last_trace[3]
         update = trace_update(self.tx, params, extra_args, may_read="sums")
-        traced = trace_init(self.tx, params), update
+        programs = trace_init(self.tx, params), update
         if not extra_args:
-            self._last_trace[:] = [*key, traced]
-        return traced
+            self._last_trace[:] = [*key, programs]
+        return programs
 
     def check_shards(
         self, description: StoreDescription, shardings: Sequence[NamedSharding]
@@ -242,27 +265,3 @@ class OffloadedOptimizer:
             for place in np.ndindex(*shard_counts(sharding, leaf.record.shape)):
                 origin = [n * extent for n, extent in zip(place, local, strict=True)]
                 self.engine.files.subgroups.chunks_of(number, origin, local)
-
-    def describe(
-        self,
-        init: InitProgram,
-        update: UpdateProgram,
-        shardings: tuple[NamedSharding, ...],
-    ) -> StoreDescription:
-        """Describes the store that the optimizer needs.
-
-        Raises:
-          DeviceConfigurationError: the mesh is not one of all processes of the run.
-        """
-        group = self.engine.group
-        check_processes(group, shardings[0].mesh if shardings else None)
-        shapes = [leaf.info.shape for leaf in update.leaves]
-        pairs = [*zip(shardings or [None] * len(shapes), shapes, strict=True)]
-        return describe_store(
-            update,
-            init,
-            [shard_counts(*pair) for pair in pairs],
-            shards=() if group.is_alone else [held_shards(*pair) for pair in pairs],
-            average=self.average,
-            compression=self.compression,
-        )

@@ -95,9 +95,8 @@ def run_update(
     gradients = treedef.flatten_up_to(arguments.gradients)
     state, extra_args = arguments.state, arguments.extra_args
     shardings = shardings or traced_shardings(params)
-    init, program = optimizer.trace(arguments.params, extra_args)
-    description = optimizer.describe(init, program, shardings)
-    _check(optimizer, description, shardings, state, gradients)
+    _, program, description = optimizer.trace(arguments.params, extra_args, shardings)
+    _check_compatible(optimizer, description, shardings, state, gradients)
     path = optimizer.engine.path
     check_carried(path, carry, description.contents.state_names)
     step = _StepCalls(optimizer, description, shardings, state)
@@ -113,13 +112,14 @@ def run_update(
         for group in group_leaves(leaves)
     ]
     result, feedback = step.update(calls)
+    triples = zip(result.arrays, params, gradients, strict=True)
     changes = [
-        change(array, p, optimizer.update_dtype(g, p))
-        for array, p, g in zip(result.arrays, params, gradients, strict=True)
+        compute_update(array, p, optimizer.update_dtype(g, p))
+        for array, p, g in triples
     ]
-    differences = [difference for _, difference in changes]
+    updates, differences = zip(*changes, strict=True)
     verdict = step.commit(calls, result.statuses, differences, scalars, carry)
-    updates = treedef.unflatten(_applied(verdict, [update for update, _ in changes]))
+    updates = treedef.unflatten(_mask_updates(verdict, updates))
     feedback = feedback if optimizer.has_feedback else []
     return updates, next_state(state, verdict, scalars=scalars, feedback=feedback)
 
@@ -247,7 +247,7 @@ class _StepCalls:
 
         Args:
           statuses: the result of `update`.
-          differences: by leaf, the second result of `change`.
+          differences: by leaf, the second result of `compute_update`.
         """
         # XLA schedules the calls in this order, that of the tree.
         leaves = [leaf for call in reversed(calls) for leaf in call.leaves]
@@ -403,7 +403,7 @@ class _StepCalls:
         return is_free and is_stored and not has_cards
 
 
-def _check(
+def _check_compatible(
     optimizer: OffloadedOptimizer,
     description: StoreDescription,
     shardings: tuple[NamedSharding, ...],
@@ -431,7 +431,7 @@ def _check(
         optimizer.check_shards(description, shardings)
 
 
-def _applied(
+def _mask_updates(
     verdict: jax.Array, updates: Sequence[jax.Array | None]
 ) -> list[jax.Array | None]:
     """Returns the updates: zero for a skipped step, NaN after a failure."""
@@ -443,7 +443,7 @@ def _applied(
     ]
 
 
-def change(
+def compute_update(
     result: jax.Array | None, params: jax.Array, dtype: DTypeLike
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the update for a host's result, and the difference that it leaves.

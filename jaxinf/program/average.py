@@ -145,7 +145,7 @@ def with_average(
     ) -> tuple[PyTree, AveragedState]:
         assert isinstance(state, AveragedState), "init made it"
         updates, inner = tx.update(updates, state.inner, params, **extra_args)
-        conditions = _emissions(state.inner, inner)
+        conditions = _find_emissions(state.inner, inner)
         count = jnp.asarray(optax.safe_increment(state.average_count))
         if conditions:
             conditions = [functools.reduce(operator.and_, conditions)]
@@ -184,7 +184,7 @@ def _apply_updates(params: PyTree | None, updates: PyTree) -> PyTree:
     )
 
 
-def _emissions(old: PyTree, new: PyTree) -> list[jax.Array]:
+def _find_emissions(old: PyTree, new: PyTree) -> list[jax.Array]:
     """Returns conditions of an update that changes params; none if each one does.
 
     An ``optax.MultiSteps`` counts its emissions, and an ``optax.apply_if_finite`` tells

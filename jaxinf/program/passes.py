@@ -204,11 +204,11 @@ class Passes:
         for value, leaf in dict.fromkeys((*reads, *self._kernel_inputs)):
             is_computed = leaf is not None and flow.computes(self._last, leaf, value)
             if value in flow.leaf_of and not is_computed:
-                for root in self._roots(value):
+                for root in self._find_roots(value):
                     exports[root] = flow.stages[root], flow.leaf_of[root]
         return exports
 
-    def _roots(self, value: Value) -> list[Value]:
+    def _find_roots(self, value: Value) -> list[Value]:
         """Returns the numbers from which a leaf's number follows by scalar nodes."""
         stack, roots = [value], dict[Value, None]()
         while stack:
@@ -259,7 +259,7 @@ class Passes:
             )
             return is_leaf_input(value) or is_number
 
-        inputs, nodes = self._needed(part.outputs, is_input)
+        inputs, nodes = self._find_needed(part.outputs, is_input)
         leaf_inputs = tuple(filter(is_leaf_input, inputs))
         # Slices of the gradient, with leading axes kept, may be enough.
         takes_slices = leaf_inputs == (self.gradients[part.leaf],) and all(
@@ -296,7 +296,7 @@ class Passes:
                 outputs = [v for part in parts for v in part.numbers if v not in known]
             numbers = tuple(dict.fromkeys(outputs))
             scalars = tuple(dict.fromkeys(shared if index == self._last else ()))
-            needed, nodes = self._needed((*numbers, *scalars), known.__contains__)
+            needed, nodes = self._find_needed((*numbers, *scalars), known.__contains__)
             before.append(
                 PassComputation(numbers, scalars, numbers=needed, nodes=nodes)
             )
@@ -308,7 +308,7 @@ class Passes:
         results = (value for node in self.prologue.nodes for value in node.outputs)
         return {v: i for i, v in enumerate((*self.prologue.inputs, *results))}
 
-    def _needed(
+    def _find_needed(
         self, outputs: Sequence[Value], is_input: Callable[[Value], bool]
     ) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
         """Returns the inputs that outputs follow from, and the nodes between.

@@ -92,8 +92,8 @@ def divide_state(state: PyTree, params: PyTree) -> StateLayout:
     param_keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     paths, avals = [path for path, _ in leaves], [aval for _, aval in leaves]
     by_keys = dict(zip(param_keys, enumerate(infos), strict=True))
-    params_leaves = [_params_leaf(path, aval, by_keys) for path, aval in leaves]
-    names = _slot_names(paths, params_leaves, param_keys)
+    params_leaves = [_find_params_leaf(path, aval, by_keys) for path, aval in leaves]
+    names = _name_slots(paths, params_leaves, param_keys)
     if isinstance(state, AveragedState) and f"{AVERAGE}_1" in names.values():
         raise UnsupportedTransformError(
             f"optimizer state: expected another name than {AVERAGE}, that of the "
@@ -129,7 +129,7 @@ def state_keys(state: PyTree) -> list[KeyPath]:
     return [path[1:] if path[0] == ("field", "inner") else path for path in keys]
 
 
-def _params_leaf(
+def _find_params_leaf(
     path: Path, aval: Any, by_keys: Mapping[Path, tuple[int, LeafInfo]]
 ) -> int | None:
     """Returns the params leaf of which a state leaf is a slot."""
@@ -146,7 +146,7 @@ def _params_leaf(
     return leaf if fits else None
 
 
-def _slot_names(
+def _name_slots(
     paths: Sequence[Path],
     params_leaves: Sequence[int | None],
     param_keys: Sequence[Path],

@@ -193,7 +193,7 @@ def trace_update(
     layout = divide_state(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
     try:
-        closed = _update_jaxpr(tx, avals, layout, extra)
+        closed = _trace_jaxpr(tx, avals, layout, extra)
     except TypeError as error:
         raise with_missing_arguments(error) from None
     infos = leaf_infos(params)
@@ -303,7 +303,7 @@ def _build_kernel(
     )
 
 
-def _update_jaxpr(
+def _trace_jaxpr(
     tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
     layout: StateLayout,
@@ -322,7 +322,7 @@ def _update_jaxpr(
             treedef.unflatten(values),
             **extra.rebuild(flat[2 * num + num_state :]),
         )
-        new_leaves = _state_leaves(new_state, layout)
+        new_leaves = _flatten_state(new_state, layout)
         flat_updates = [
             jnp.zeros(aval.shape, FLOAT32)
             if leaf is None
@@ -335,7 +335,7 @@ def _update_jaxpr(
     return jax.make_jaxpr(update)(*leaves, *leaves, *layout.avals, *extra_avals)
 
 
-def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
+def _flatten_state(state: PyTree, layout: StateLayout) -> list[jax.Array]:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     if treedef != layout.treedef:
         raise UnsupportedTransformError(
