@@ -105,7 +105,6 @@ def subgroups_of(engine: Engine, description: StoreDescription) -> SubgroupTable
 def _make_store(
     engine: Engine, description: StoreDescription, *, uses_budget: bool
 ) -> None:
-    """Makes a store, also in place of an unfinished one."""
     options, group = engine.options, engine.group
     engine.descriptions.clear()  # an earlier init on this store did not finish
     if engine.has_files:

@@ -32,9 +32,7 @@ _HOST_TYPES = (bool, int, float, np.ndarray, np.generic)
 def carried_leaves(tree: PyTree, what: str = CARRY) -> dict[tuple[str, ...], Any]:
     """Returns a tree's arrays by path, typed keys as numbers; may be traced by JAX.
 
-    Raises:
-      TypeError: a leaf is no array of numbers; names it.
-      ValueError: two leaves have one path, as with the keys 1 and "1".
+    Refuses leaves that are no arrays of numbers, or have one path, as keys 1 and "1".
     """
     arrays = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

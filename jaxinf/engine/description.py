@@ -52,8 +52,6 @@ class LeafDescription:
       record: the leaf without chunks and codecs. Its states are the fp32 master params,
         then the kernel's slots in its order, then the error feedback if gradients are
         compressed with it.
-      kernel: computes the update.
-      init_kernel: computes the initial state.
       gradients: the forms in which its gradients may come.
       shards: the leaf's shards, with the processes that have each.
     """
@@ -124,7 +122,6 @@ def plan_store(
 
 
 def _master_codec(options: StoreOptions, description: StoreDescription) -> str:
-    """Returns the codec of the master of bfloat16 params in a new store."""
     if options.master != "none":
         return "split" if options.csd.codes_params else ""
     dtypes = {leaf.record.dtype for leaf in description.leaves}

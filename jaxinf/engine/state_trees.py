@@ -54,6 +54,7 @@ def read_state(files: StoreFiles, layout: StateLayout, like: PyTree) -> PyTree:
         if place.leaf is None
         else read_leaf(files, place.leaf, leaf, place.number)
         for place, leaf in _match_leaves(files, layout, like, "like").items()
+        if leaf is not None
     ]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -98,7 +99,7 @@ def load_step(
 def _match_leaves(
     files: StoreFiles, layout: StateLayout, state: PyTree, what: str
 ) -> dict[_Place, Any]:
-    """Returns each leaf of an optax state by its place.
+    """Returns each leaf of an optax state by its place; None for an absent average.
 
     Only the names of keys count: dicts and lists may take the place of named tuples.
     """
@@ -107,8 +108,8 @@ def _match_leaves(
     leaves = dict(zip(names, jax.tree.leaves(state), strict=True))
     where = f"{files.options.path}: {what}"
     unknown = [name for name in leaves if name not in places]
-    missing = [name for name in places if name not in leaves]
-    missing = [name for name in missing if name.split("/")[0] not in _AVERAGE_STATES]
+    absent = [name for name in places if name not in leaves]
+    missing = [name for name in absent if name.split("/")[0] not in _AVERAGE_STATES]
     if unknown or missing:
         raise StoreMismatchError(
             f"{where}: expected a tree like the init of the store's optimizer for the "
@@ -123,7 +124,7 @@ def _match_leaves(
                 f"{where}: leaf {name}: expected shape {expected}, found {shape}; give "
                 "the state of these params"
             )
-    return {places[name]: leaf for name, leaf in leaves.items()}
+    return {places[name]: leaves.get(name) for name in (*leaves, *absent)}
 
 
 def _places(files: StoreFiles, layout: StateLayout) -> Iterator[_Place]:
@@ -148,18 +149,16 @@ def _match_states(
 ) -> tuple[list[tuple[int, int, Any]], list[ScalarState]]:
     """Returns the arrays to store, by leaf and number of the state, and the scalars.
 
-    Of the arrays nothing is read. An average that is missing begins as a copy of the
-    params.
+    Of the arrays nothing is read. An absent average begins as a copy of the params.
     """
-    leaves = _match_leaves(files, layout, state, "opt_state")
     arrays = [(number, 0, leaf) for number, leaf in enumerate(params)]
     scalars = list(files.finished.scalar_state)
-    for place in _places(files, layout):
-        if place not in leaves:
+    for place, leaf in _match_leaves(files, layout, state, "opt_state").items():
+        if leaf is None:
             if place.leaf is not None:
                 arrays.append((place.leaf, place.number, params[place.leaf]))
             continue
-        data = numeric_data(leaves[place])
+        data = numeric_data(leaf)
         dtype, expected = np.dtype(data.dtype), place.dtype
         is_exact = dtype == expected or (expected == FLOAT32 and dtype in FLOAT_DTYPES)
         if not is_exact:
