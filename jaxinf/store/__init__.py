@@ -22,8 +22,7 @@
     staging.py           how does a copy appear whole?
     copying.py           how is a step copied or recoded? (`copy_step`)
 
-A file imports only from those above it. Paths of a store are opened by
-`jaxinf.transfer`, so that no link in a stranger's store leads out of it.
+A file imports only from those above it.
 
 Invariant: at every instant the last committed step is complete on the drives
 (docs/format.md gives the reasons).

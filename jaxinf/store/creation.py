@@ -26,9 +26,6 @@ def is_unfinished(path: Path) -> bool:
     return not is_made and os.path.lexists(path / "jaxinf.json")
 
 
-# --- room ----------------------------------------------------------------------------
-
-
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
     """Raises StoreSpaceError if a file system lacks the bytes that directories need.
 
@@ -68,9 +65,6 @@ def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
         f"the store's two slots{kept} of {directory.manifest.num_params:,} params need",
         "free some, or choose another directory or more CSD roots",
     )
-
-
-# --- creation and removal ------------------------------------------------------------
 
 
 def create_store(directory: StoreDirectory) -> None:

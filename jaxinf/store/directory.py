@@ -65,6 +65,12 @@ def check_store_exists(path: Path, *, is_step: bool = False) -> None:
         )
 
 
+def check_no_link(root: Path, path: Path, flags: int = os.O_RDONLY) -> None:
+    """Refuses a link on the way from a directory to a path below it."""
+    with translated("look", path), contextlib.suppress(FileNotFoundError):
+        os.close(open_beneath(root, path.relative_to(root), flags))
+
+
 def is_folder(path: Path) -> bool:
     """Whether a path is a directory, and no link to one."""
     return path.is_dir() and not path.is_symlink()
@@ -125,19 +131,14 @@ class StoreDirectory:
     def check_layout(self) -> None:
         """Refuses links, pipes and devices that have names of the store's own."""
         for name in _FOLDERS:
-            self.check_folder(self.path, self.path / name)
+            check_no_link(self.path, self.path / name, os.O_DIRECTORY)
         for name in _FILES:
             with contextlib.suppress(FileNotFoundError):
                 check_regular(self.path / name, os.lstat(self.path / name))
         for root in self.csd_directories[: len(self.manifest.csds)]:
             for name in _ON_CSD:
-                self.check_folder(root, root / name)
+                check_no_link(root, root / name, os.O_DIRECTORY)
         self.committed_slot()
-
-    def check_folder(self, root: Path, folder: Path) -> None:
-        """Refuses a link on the way to a directory."""
-        with translated("look", folder), contextlib.suppress(FileNotFoundError):
-            os.close(open_beneath(root, folder.relative_to(root), os.O_DIRECTORY))
 
     # --- chunk files -------------------------------------------------------------
 
@@ -148,8 +149,7 @@ class StoreDirectory:
             return file
         root = self.csd_directories[chunk.csd]
         file = self.chunk_roots(place)[chunk.csd] / chunk.name
-        with translated("look", file), contextlib.suppress(FileNotFoundError):
-            os.close(open_beneath(root, file.relative_to(root)))
+        check_no_link(root, file)
         if place in SLOTS:  # others come and go, each under a name of its own
             self._files[key] = file
         return file

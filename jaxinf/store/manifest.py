@@ -179,8 +179,6 @@ class LeafRecord(Document, frozen=True, kw_only=True, dict=True, gc=True):
         """The states that the optimizer computes with, the master params first."""
         return tuple(s.decoded() for s in self.states if not s.is_companion)
 
-    # --- chunks ----------------------------------------------------------------------
-
     @cached_property
     def grid(self) -> LeafGrid:
         return shared_grid(self.shape, self.chunk_shape)
@@ -361,8 +359,6 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, gc=True):
                 diff = difflib.unified_diff(old, new, "store", "optimizer", lineterm="")
                 return [f"the update of leaf {mine.name} has other equations:", *diff]
         return []
-
-    # --- on disk ---------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """Returns the document; other members' chunks are on CSD 0 there."""

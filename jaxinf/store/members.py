@@ -285,9 +285,6 @@ def take_steps_of_one_commit(
     )
 
 
-# --- checkpoints ---------------------------------------------------------------------
-
-
 def save_members_checkpoint(path: Path, name: str | None = None) -> list[Path]:
     """Keeps the committed step of all members; blocks, and returns its directories.
 

@@ -13,7 +13,7 @@ from typing import Any
 from jaxinf.documents import MOST_BYTES, DocumentError, parse_json
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.store.carried_arrays import CarriedArray, read_carry
-from jaxinf.store.directory import SLOTS, StoreDirectory
+from jaxinf.store.directory import SLOTS, StoreDirectory, check_no_link
 from jaxinf.store.manifest import ChunkFile
 from jaxinf.store.reader import StepReader, map_in_threads
 from jaxinf.store.step_files import TIMES, step_files
@@ -104,7 +104,11 @@ def _find_damaged_files(
                     case str() if checked != place or not is_pinned:
                         _check_link(directory, step / name, content)
                     case bytes() if checked == place:
-                        _check_document(step, name, content)
+                        found = read_beneath(step, name, MOST_BYTES)
+                        if found != content and _content(found) != _content(content):
+                            raise ValueError(
+                                "expected what jaxinf writes, found others"
+                            )
                     case CarriedArray() if checked == place:
                         read_carry(step, [content])
             except (StoreError, ValueError) as error:
@@ -116,12 +120,6 @@ def _find_damaged_files(
         except (StoreError, ValueError) as error:
             file = directory.step_path(place) / "jaxinf.json"
             yield Damage(file, file.name, str(error))
-
-
-def _check_document(step: Path, name: str, expected: bytes) -> None:
-    found = read_beneath(step, name, MOST_BYTES)
-    if found != expected and _content(found) != _content(expected):
-        raise StoreFormatError("expected what jaxinf writes, found others")
 
 
 def _content(raw: bytes) -> Any:
@@ -137,7 +135,7 @@ def _content(raw: bytes) -> Any:
 
 
 def _check_link(directory: StoreDirectory, link: Path, target: str) -> None:
-    directory.check_folder(directory.path, link.parent)
+    check_no_link(directory.path, link.parent, os.O_DIRECTORY)
     try:
         found = f"one to {os.readlink(link)}"
     except FileNotFoundError:
