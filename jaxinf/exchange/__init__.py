@@ -1,8 +1,8 @@
 """Params from and to other tools, and whole steps from and to directories and URLs.
 
 Invariant: memory stays within a budget for leaves of any size, unless another tool's
-file has larger chunks; everything is checked before anything is written. What is
-wrong with another tool's files, or with a place, is an ExchangeError.
+file has larger chunks; everything is checked before anything is written. A faulty file
+of another tool, or a place that cannot be used, raises ExchangeError.
 """
 
 from jaxinf.exchange.huggingface_config import (

@@ -1,4 +1,4 @@
-"""Leaves that training leaves as they are, selected by patterns of their paths.
+"""Frozen leaves, selected by patterns of their paths.
 
 Invariant: a frozen leaf's gradient is zero, and so is its update; it counts in no norm,
 and has no state.

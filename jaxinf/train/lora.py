@@ -1,9 +1,9 @@
-"""Adapters of low rank beside matrices that stay as they are (LoRA, Hu et al. 2021).
+"""Adapters of low rank beside frozen matrices (LoRA, Hu et al. 2021).
 
     W [in, out]  ->  W + alpha / rank * A @ B,  A [in, rank], B [rank, out]
 
-A and B are leaves beside W. A begins as PEFT has it, uniform within 1 / sqrt(in), and B
-as zeros, so that the first step has the loss of the model as it was.
+A and B are leaves beside W. A begins as in PEFT, uniform within 1 / sqrt(in), and B as
+zeros, so that the first step has the loss of the model without adapters.
 
 Invariant: a layer's adapter is applied to its input, so no step makes A @ B, or a
   gradient of W.

@@ -1,6 +1,6 @@
 """The messages of a run: its config, progress and results.
 
-Invariant: it names things the user can act on: paths, sizes, commands. Without a
+Invariant: messages name what the user can act on: paths, sizes, commands. Without a
 terminal only plain lines are written, without control characters; printed text is never
 taken for markup.
 """

@@ -4,11 +4,11 @@
     data = ["corpus/**/*.txt"]
     memory = "4GiB"
 
-A key is a flag's name and a value what the flag takes: both are read as the words of a
+A key is the name of a flag and a value its argument: both are read as the words of a
 command line.
 
-Invariant: what is written reads back as the same run from any directory, and no value
-is taken for a flag.
+Invariant: a file that is written reads back as the same run from any directory, and no
+value is taken for a flag.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A step, measured: its time, memory, what was busy, and on demand a trace.
 
-Invariant: what is busy counts from the end of the step before, so a commit that goes on
-counts for the step after. Evaluations and checkpoints count for none. A trace holds
+Invariant: busy times count from the end of the step before, so a commit in flight
+counts for the next step. Evaluations and checkpoints count for none. A trace holds
 whole steps, up to the end of the last one's commit.
 """
 

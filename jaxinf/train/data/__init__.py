@@ -4,6 +4,6 @@
     images ──────────────────────────────► rows ─► batches
 
 Invariant: everything is a pure function of the files' content, the options, the seed
-and the number of the batch; resuming needs that number only. What cannot be used is
-refused by a `DataError` with its place, what was expected, and the remedy.
+and the number of the batch; resuming needs that number only. Unusable data raises a
+`DataError` with its place, what was expected, and the remedy.
 """
