@@ -2,11 +2,11 @@
 
       export-begun.json ─► chunks ─► documents ─► export.json
 
-Invariant: memory stays within the budget. A chunk that is there and right is not
-  written again, and no other is believed; `MANIFEST` is written when every other has
-  been read back. A copy from there uses an object if it is as the manifest says, and a
-  name becomes a path only if it is one of `FILES_BESIDE`. No credential, and no part of
-  a URL that may be one, is in an error.
+Invariant: memory stays within the budget. A chunk that is there is compared, and only
+written again if it differs; `MANIFEST` is written when every other object has been read
+back. A copy from there uses an object if its bytes match the manifest, and a name
+becomes a path only if it matches `FILES_BESIDE`. No credential, and no part of a URL
+that may be one, is in an error.
 """
 
 import math
