@@ -1,7 +1,7 @@
 """Hugging Face's config.json and the fields of our models' configs.
 
 Invariant: a field that affects the model's results is read, or refused by its name; so
-  is one of which that is not known.
+is one of which that is not known.
 """
 
 from collections.abc import Mapping

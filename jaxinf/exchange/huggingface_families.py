@@ -1,7 +1,7 @@
 """Hugging Face's families of models: one table each of tensors and of config fields.
 
 Invariant: reading and writing use the same table. A tensor is changed by a permutation
-  of its axes alone; a field that affects a model's results has its place in the table.
+of its axes alone; a field that affects a model's results has its place in the table.
 """
 
 import re

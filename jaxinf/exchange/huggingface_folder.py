@@ -1,9 +1,9 @@
 """Hugging Face checkpoint folders: read, and written from a step's params.
 
 Invariant: only headers are read until a leaf is requested, which is then read piece by
-  piece; no file outside the folder is opened, but for the blobs of a hub's cache.
-  Import and export use the same table of names and axes, so that an imported checkpoint
-  is exported to the bit.
+piece; no file outside the folder is opened, but for the blobs of a hub's cache.
+Import and export use the same table of names and axes, so that an imported checkpoint
+is exported to the bit.
 """
 
 from collections.abc import Mapping, Sequence

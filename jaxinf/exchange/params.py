@@ -4,8 +4,8 @@ Adapters of low rank (LoRA) are added to their matrices. The params of a schedul
 optimizer are exported as their average, which is the model to use.
 
 Invariant: files are only read, one portion of an array at a time, and every chunk that
-  differs from its checksum is detected. A matrix with an adapter is W + alpha / rank *
-  A @ B, computed in float32 and rounded once; alpha is the commit's.
+differs from its checksum is detected. A matrix with an adapter is W + alpha / rank *
+A @ B, computed in float32 and rounded once; alpha is the commit's.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Safetensors files: their tensors, and a step's params as such a file.
 
 Invariant: the library checks a file's header before an element is read, and a leaf is
-  read when it is used, one at a time. A file that is written is laid out by its header
-  and filled portion by portion, so that memory stays within the budget for leaves of
-  any size.
+read when it is used, one at a time. A file that is written is laid out by its header
+and filled portion by portion, so that memory stays within the budget for leaves of
+any size.
 """
 
 import contextlib

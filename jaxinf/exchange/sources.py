@@ -1,8 +1,8 @@
 """Another tool's checkpoint: its arrays, read block by block, and its tokenizer.
 
 Invariant: no element is read before `TensorLeaf.read`. Of a tokenizer, only files with
-  known names are copied, whole and without a change; none is read by a link out of its
-  folder.
+known names are copied, whole and without a change; none is read by a link out of its
+folder.
 """
 
 import os

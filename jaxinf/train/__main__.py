@@ -1,9 +1,9 @@
 """``python -m jaxinf.train``: the command line of the trainer.
 
 Invariant: a known error is one message on standard error, without a traceback. The exit
-  status is 2 for an error in the command line, 1 for one of the store, the drives or
-  the numbers, 3 if the run is complete and an export of it failed, and 130 or 143 if
-  SIGINT or SIGTERM stopped the run before its last step, which is committed.
+status is 2 for an error in the command line, 1 for one of the store, the drives or
+the numbers, 3 if the run is complete and an export of it failed, and 130 or 143 if
+SIGINT or SIGTERM stopped the run before its last step, which is committed.
 """
 
 import logging

@@ -4,7 +4,7 @@
                    └► params, state       storage, or streamed
 
 Invariant: batch n is a function of the data, the seed and n alone, and each commit
-  keeps its n. So a stopped run goes on as if it had not been stopped.
+keeps its n. So a stopped run goes on as if it had not been stopped.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ A and B are leaves beside W. A begins as in PEFT, uniform within 1 / sqrt(in), a
 zeros, so that the first step has the loss of the model without adapters.
 
 Invariant: a layer's adapter is applied to its input, so no step makes A @ B, or a
-  gradient of W.
+gradient of W.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
     DIR/CLASS/*.png     the classes are the folders' names, sorted
 
 Invariant: images are returned as float32 [height, width, channels] of the model's
-  shape, scaled to -1 to 1. Nothing is decoded to more pixels than `MAX_PIXELS`. The
-  parts have the same classes.
+shape, scaled to -1 to 1. Nothing is decoded to more pixels than `MAX_PIXELS`. The
+parts have the same classes.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Batches of rows, which Grain shuffles, divides over processes and prefetches.
 
 Invariant: batch n is a function of the rows, the seed and n alone, for any number of
-  processes or threads. So a position in the data is one number.
+processes or threads. So a position in the data is one number.
 """
 
 from collections.abc import Mapping, Sequence
