@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxinf.engine import Engine
-from jaxinf.errors import StreamError
 from jaxinf.streaming.move.scratch import ScratchFiles
 from jaxinf.streaming.move.work_queues import WorkQueues
 from jaxinf.streaming.plan.calls import Plan
@@ -63,10 +62,6 @@ class StepBackend:
     reads_commit: bool = False
     make_scratch: Callable[[], ScratchFiles] = lambda: ScratchFiles(())
     kept_cuts: Sequence[int] | None = None
-
-
-def state_in_store() -> StreamError:
-    return StreamError("step.state: it is in the store; use store.state(like=)")
 
 
 def without(**arguments: PyTree) -> None:

@@ -65,10 +65,7 @@ def count(plan: Plan, backend: StepBackend) -> Count:
 
 
 def _memory(plan: Plan, deferred: Mapping[Piece, int] | None) -> tuple[int, int]:
-    """Returns the memory of the host at a step's peak, and of a device with its own.
-
-    Of `deferred` gradients, those given wait on drives for the last; None if none does.
-    """
+    """Returns the memory of the host at a step's peak, and of a device with its own."""
     reads, memory, program_bytes = plan.reads, plan.memory, plan.peak_bytes
     if memory.staged_bytes:
         pinned_bytes = memory.gradient_bytes + plan.offload.host_bytes
@@ -76,7 +73,7 @@ def _memory(plan: Plan, deferred: Mapping[Piece, int] | None) -> tuple[int, int]
         pooled_bytes = memory.pool_factor * pinned_bytes
         device_bytes = program_bytes + plan.resident_bytes + memory.leaving_bytes
         return memory.state_bytes + pooled_bytes + params_bytes, device_bytes
-    if deferred is not None:  # the others wait in the programs' memory
+    if deferred is not None:  # on drives; others wait in the programs' memory
         program_bytes = max(program_bytes, _peak_bytes(plan, deferred))
     spare_bytes = max(0, memory.program_bytes - plan.peak_bytes)
     ahead_bytes = max(0, spare_bytes - reads.unused_bytes)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Engine, Store, average_states, check_like, engine_of
 from jaxinf.errors import StreamError
-from jaxinf.streaming.backend import StepBackend, state_in_store, without
+from jaxinf.streaming.backend import StepBackend, without
 from jaxinf.streaming.move.params import read_units
 from jaxinf.streaming.plan.memory import MemoryNeed, StepNeeds
 from jaxinf.streaming.program.lifetimes import OrderedProgram
@@ -58,14 +58,8 @@ class FunctionHome:
     def start(self, avals: PyTree, *_: Any) -> PyTree:
         return avals
 
-    def stored_avals(self) -> PyTree:
-        return nested_avals(self.store)
-
     def params(self, like: PyTree) -> PyTree:
         return self.store.params(like, average=self.average)
-
-    def state(self) -> NoReturn:
-        raise state_in_store()
 
     def make_backend(
         self, ordered: OrderedProgram, *, is_new: bool = False

@@ -86,9 +86,6 @@ class MemoryHome:
         self._trained = params, state
         return abstract(params)
 
-    def stored_avals(self) -> None:
-        return None
-
     def params(self, like: PyTree) -> PyTree:
         without(like=like)
         return _copied(self._current[0])

@@ -13,7 +13,7 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import optax
@@ -41,7 +41,7 @@ from jaxinf.program import (
     trace_init,
     trace_update,
 )
-from jaxinf.streaming.backend import StepBackend, state_in_store
+from jaxinf.streaming.backend import StepBackend
 from jaxinf.streaming.move.params import read_units
 from jaxinf.streaming.move.scratch import scratch_files
 from jaxinf.streaming.plan.calls import Plan
@@ -103,14 +103,8 @@ class StoreHome:
         leaves = jax.tree.leaves(params)
         return sharded_like(abstract(params), shardings), lambda _: leaves
 
-    def stored_avals(self) -> None:
-        return None
-
     def params(self, like: PyTree) -> PyTree:
         return self.store.params(like)
-
-    def state(self) -> NoReturn:
-        raise state_in_store()
 
     def make_backend(
         self, ordered: OrderedProgram, *, is_new: bool = False

@@ -68,9 +68,6 @@ def shares_of(
     """Returns each part's weight in relation to the mean weight; 1 if all are equal.
 
     The part's loss and gradient are multiplied by it, and the mean is taken over all.
-
-    Args:
-      weights: Returns the weight of a part; None for equal ones.
     """
     if weights is None:
         return (1.0,) * count
@@ -104,7 +101,6 @@ def combine_parts(
 
 
 def _length(batch: PyTree, count: int) -> int:
-    """Returns the length of the first axis of all leaves that have one."""
     shapes = {
         path_name(path, "the batch"): np.shape(leaf)
         for path, leaf in jax.tree.leaves_with_path(batch)

@@ -27,7 +27,7 @@ from jaxinf.processes import Group, run_uninterrupted
 from jaxinf.streaming.backend import StepBackend, without
 from jaxinf.streaming.compiled_step import CompiledStep, StreamMetrics
 from jaxinf.streaming.count import Count, count
-from jaxinf.streaming.function import FunctionHome
+from jaxinf.streaming.function import FunctionHome, nested_avals
 from jaxinf.streaming.in_memory import MemoryHome
 from jaxinf.streaming.in_store import StoreHome
 from jaxinf.streaming.micro_batches import first_part, shares_of
@@ -295,8 +295,8 @@ class StreamedStep:
 
     def _known_avals(self) -> PyTree:
         """Shapes, dtypes and shardings of the params; of a function in any case."""
-        if self._avals is None:
-            self._avals = self._home.stored_avals()
+        if self._avals is None and not self._home.has_loss:
+            self._avals = nested_avals(self.store)
         if self._avals is None:
             raise StreamError(
                 "jaxinf.stream: call step.init or step.load first; with a store that "
@@ -311,6 +311,8 @@ class StreamedStep:
           StreamError: It is in a store.
         """
         self._settle()
+        if self._home.store is not None:
+            raise StreamError("step.state: it is in the store; use store.state(like=)")
         return self._home.state()
 
     def compile(self, batch: PyTree) -> Plan:

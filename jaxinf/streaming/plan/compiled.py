@@ -26,7 +26,6 @@ class Executables:
     """Compiled programs.
 
     Attributes:
-      is_deterministic: Whether they have the same bits in each run.
       are_run: Whether they are compiled to run, not only for what they take.
       compiled: By key, donated inputs, and shardings of inputs and outputs.
     """

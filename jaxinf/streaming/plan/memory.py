@@ -61,14 +61,10 @@ class DeviceLimit:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a step may take: the user's limits, and what the device has.
-
-    Attributes:
-      device_memory_bytes: In place of the limit of `device`, if it is given.
-    """
+    """What a step may take: the user's limits, and what the device has."""
 
     memory_bytes: int
-    device_memory_bytes: int | None = None
+    device_memory_bytes: int | None = None  # in place of the limit of `device`
     device: DeviceLimit = field(default_factory=DeviceLimit)
 
 
@@ -118,7 +114,6 @@ class StepMemory:
         for their update; 0 if the device's memory is the host's.
       leaving_bytes: Gradients that leave the device or wait for their update.
       limit: The argument that bounds `program_bytes`.
-      pool_factor: Factor of the `DeviceLimit`.
     """
 
     state_bytes: int = 0
@@ -222,10 +217,7 @@ def gpu_limit(num_bytes: int) -> DeviceLimit:
 
 
 def check_pinned(num_bytes: int) -> None:
-    """Refuses more pinned memory of the host than XLA's pool of it can have.
-
-    The pool's rounding is included.
-    """
+    """Refuses more pinned memory, as XLA's pool rounds it, than the pool can have."""
     text = os.environ.get(_PINNED_VARIABLE, "")
     limit_gib = int(text) if text.isdecimal() else _DEFAULT_PINNED_GIB
     if num_bytes > limit_gib << 30:

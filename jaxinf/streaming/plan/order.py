@@ -206,7 +206,6 @@ def _param_stays(calls: Sequence[Call], starts: Sequence[int]) -> tuple[Stay, ..
     """Returns when pieces of params are in memory, in order.
 
     A piece stays between calls of a block that read it, and from a call to the next.
-    Blocks begin at `starts`.
     """
     latest, stays = dict[Piece, int](), list[Stay]()
     for start, end in itertools.pairwise([*starts, len(calls)]):

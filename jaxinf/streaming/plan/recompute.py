@@ -7,9 +7,7 @@ Values leave as with ``"offload"``: what memory has no room for, the furthest ne
 first. As long as drives move it beside the programs, that costs nothing. What they
 cannot move in this time is recomputed instead, the cheapest bytes first, as far as that
 takes less time than the drives (the rule of SSDTrain, arXiv 2408.10013, section III,
-with measured times). They may be too slow for the writes beside forward, for the reads
-beside backward, or for both. Memory that a recomputed segment frees then keeps other
-values.
+with measured times). Memory that a recomputed segment frees then keeps other values.
 
 Invariant: the cuts stay, so bits do. The choice is made anew in each run.
 """
@@ -30,11 +28,7 @@ _LEAST_SHARE = 0.02
 
 
 class StepTimes(NamedTuple):
-    """Times of a step whose calls ran one at a time.
-
-    Attributes:
-      waited_s: Time that the device was idle before each, for memory and for inputs.
-    """
+    """Times of calls that ran one at a time, and of the device's waits before them."""
 
     call_s: Sequence[float]
     waited_s: Sequence[float]
