@@ -27,7 +27,7 @@ from jaxinf.engine.opening import (
     open_steps,
 )
 from jaxinf.engine.step_runner import StepRunner
-from jaxinf.engine.store_files import StoreFiles, open_fleet
+from jaxinf.engine.store_files import open_fleet
 from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.errors import StaleStateError, StoreFormatError
 from jaxinf.store import (
@@ -147,7 +147,7 @@ def _create_files(
         directory.lock = engine.store_lock
         create_store(directory)
         undo.pop_all()
-    return StepRunner(engine, StoreFiles(engine, subgroups, None, fleet))
+    return engine.make_steps(subgroups, None, fleet)
 
 
 def _lock_new_place(engine: Engine) -> None:

@@ -39,11 +39,8 @@ class ChunkTable:
     """The chunk files of a store, by number in `Manifest.held_chunks`. Thread-safe.
 
     Args:
-      checksums: checksums of the committed step's chunks, by array name; empty for a
-        new store.
-
-    Attributes:
       target: the slot that steps write to until the next commit.
+      checksums: of the committed step's chunks, by array name; empty for a new store.
     """
 
     def __init__(
@@ -94,7 +91,6 @@ class ChunkTable:
         return bool(self._is_in_memory[layout.entries[state]])
 
     def checksums(self) -> dict[str, Array]:
-        """Returns checksums of the newest version of every chunk, by array name."""
         result, first = {}, 0
         for name, num_chunks in self._names:
             last = first + num_chunks

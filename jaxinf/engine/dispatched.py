@@ -26,7 +26,6 @@ def check_thread(what: str) -> None:
 
 
 def _is_thread_of_jax() -> bool:
-    """Whether this is a thread that Python did not start, as for JAX's callbacks."""
     return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
 
 

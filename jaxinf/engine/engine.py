@@ -10,26 +10,25 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from jax.sharding import NamedSharding
 
+from jaxinf.csd import CsdFleet
 from jaxinf.documents import encode, parse_json
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.exports import Exports
 from jaxinf.engine.health import StoreHealth
 from jaxinf.engine.options import StoreOptions
+from jaxinf.engine.resume_check import ResumeCheck
+from jaxinf.engine.step_runner import StepRunner
+from jaxinf.engine.store_files import StoreFiles
+from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.errors import StaleStateError, StoreClosedError, StoreFormatError
 from jaxinf.processes import Group, exit_unless_known
 from jaxinf.program import StateLayout
-from jaxinf.store import StoreDirectory, StoreLock
+from jaxinf.store import CommitRecord, StoreDirectory, StoreLock
 from jaxinf.transfer import ByteMeters, file_progress
 from jaxinf.typing import JsonValue
-
-if TYPE_CHECKING:  # these modules import this one
-    from jaxinf.engine.resume_check import ResumeCheck
-    from jaxinf.engine.step_runner import StepRunner
-    from jaxinf.engine.store_files import StoreFiles
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -101,7 +100,7 @@ class Engine:
         return steps is None or steps.files.is_new
 
     @property
-    def steps(self) -> "StepRunner":
+    def steps(self) -> StepRunner:
         """The steps of the store; StoreFormatError while there is none."""
         steps = self._steps
         if steps is None:
@@ -111,17 +110,33 @@ class Engine:
         return steps
 
     @steps.setter
-    def steps(self, steps: "StepRunner | None") -> None:
+    def steps(self, steps: StepRunner | None) -> None:
         self._steps = steps
         self._last_step = -1 if self.is_new else self.files.commit.step
 
+    def make_steps(
+        self, subgroups: SubgroupTable, commit: CommitRecord | None, fleet: CsdFleet
+    ) -> StepRunner:
+        """Opens files for the steps of a store, new if it has no commit."""
+
+        def count_replacement() -> None:
+            self.contents_version += 1
+
+        owned = self.group, self.health, self.meters
+        return StepRunner(
+            StoreFiles(subgroups, commit, fleet, *owned),
+            self.exports,
+            take_payload=self.take_payload,
+            on_replaced=count_replacement,
+        )
+
     @property
-    def resume_check(self) -> "ResumeCheck":
+    def resume_check(self) -> ResumeCheck:
         """The check that a run's params and state are those of the last step."""
         return self.steps.resume_check
 
     @property
-    def files(self) -> "StoreFiles":
+    def files(self) -> StoreFiles:
         """The open files, with the records of the last steps."""
         return self.steps.files
 

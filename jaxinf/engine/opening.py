@@ -24,7 +24,7 @@ from jaxinf.engine.description import check_formats
 from jaxinf.engine.engine import Engine
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.engine.step_runner import StepRunner
-from jaxinf.engine.store_files import StoreFiles, open_fleet
+from jaxinf.engine.store_files import open_fleet
 from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.processes import Group, join_group
@@ -149,7 +149,7 @@ def open_steps(
     """Opens the files of a store, new if it has no commit to go on from."""
     subgroups = SubgroupTable(engine.options, directory)
     fleet = open_fleet(subgroups, engine.meters)
-    return StepRunner(engine, StoreFiles(engine, subgroups, commit, fleet))
+    return engine.make_steps(subgroups, commit, fleet)
 
 
 def _check_restorable(engine: Engine) -> None:

@@ -215,7 +215,6 @@ def _one_device_each() -> Mesh:
 
 @cache
 def _compiled_sum(sharding: NamedSharding, donates: bool) -> Any:
-    """Returns a compiled sum of shards; of a process's replicas the first counts."""
     mesh, axes = sharding.mesh, unused_axes(sharding)
     assert isinstance(mesh, Mesh), "its devices are known"
     counts = calling_devices(mesh, axes)

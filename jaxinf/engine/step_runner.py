@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxinf.engine.carry import carry_fields
-from jaxinf.engine.engine import Engine
+from jaxinf.engine.exports import Exports
 from jaxinf.engine.resume_check import ResumeCheck, stale_state_error
 from jaxinf.engine.store_files import StoreFiles
 from jaxinf.engine.updates import (
@@ -38,7 +38,7 @@ from jaxinf.layout import Subgroup
 from jaxinf.processes import BackgroundCall, Completion
 from jaxinf.store import CommitRecord, KeptCuts, ScalarState, save_checkpoint
 from jaxinf.transfer import ByteCounts, Task, idle, span
-from jaxinf.typing import Array
+from jaxinf.typing import Array, JsonValue
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -88,21 +88,33 @@ class StepRunner:
 
     The updates of a step may come in any order.
 
+    Args:
+      take_payload: returns a caller's payload for a step that ends.
+      on_replaced: called when a commit has replaced the contents, not by a step.
+
     Attributes:
       files: the store's files, with the records of the last steps.
       resume_check: ties a run's params and state to the last step.
       metrics: metrics of the last few steps of this process.
     """
 
-    def __init__(self, engine: Engine, files: StoreFiles) -> None:
-        self._engine, self.files = engine, files
+    def __init__(
+        self,
+        files: StoreFiles,
+        exports: Exports,
+        *,
+        take_payload: Callable[[int], JsonValue],
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self.files, self._exports = files, exports
+        self._take_payload, self._on_replaced = take_payload, on_replaced
         self.resume_check = ResumeCheck(files)
         self.metrics: deque[StepMetrics] = deque(maxlen=8)
         self._guard = threading.RLock()
         self._ending: Completion | None = None  # of the last step's commit
         self._step: _Step | None = None
         self._counted = files.meters.snapshot()
-        engine.health.failure.note = self._loss_note
+        files.health.failure.note = self._loss_note
 
     # --- a step ----------------------------------------------------------------------
 
@@ -221,7 +233,7 @@ class StepRunner:
                 step=step + 1,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
-                payload=self._engine.take_payload(step + 1),
+                payload=self._take_payload(step + 1),
                 inexact=self._inexact_leaves(inexact, kept),
                 device_updates=files.assignment.interval,
                 streams={**files.finished.streams, **streams},
@@ -231,7 +243,6 @@ class StepRunner:
             self._start_ending(BackgroundCall(end_step))
 
     def _check_complete(self, ended: _Step, kept: Collection[int]) -> None:
-        """Checks that a step has updated all leaves but those that it keeps."""
         files = self.files
         chunks = [c for leaf in kept for c in files.subgroups.layouts_by_chunk(leaf)]
         unchanged = [layout.subgroup for chunk in chunks for layout in chunk]
@@ -284,7 +295,7 @@ class StepRunner:
             self._note_cost(ended, updated_s)
             self._read_ahead(ended)
             if options.exports(step):
-                self._engine.exports.export_step(files.directory, step)
+                self._exports.export_step(files.directory, step)
         except BaseException as error:
             files.health.fail(error)
 
@@ -353,13 +364,13 @@ class StepRunner:
 
     def commit_written_step(self, step: int, scalars: Sequence[ScalarState]) -> None:
         """Commits a step that the caller's tasks have written; blocks."""
-        files, engine = self.files, self._engine
+        files = self.files
         files.mover.drain()
         files.health.check()
-        payload, state = engine.take_payload(step), tuple(scalars)
+        payload, state = self._take_payload(step), tuple(scalars)
         files.end_step(CommitRecord(step=step, scalar_state=state, payload=payload))
         self._commit()
-        engine.contents_version += 1
+        self._on_replaced()
         self.resume_check.bound_step = None if step else 0
         files.choose_cached()
 
@@ -435,7 +446,6 @@ class StepRunner:
         return self.files.options.path
 
     def _loss_note(self) -> str | None:
-        """Returns a sentence about the steps that a failure costs, if it costs any."""
         files, at = self.files, self.files.commit.step
         if not (files.options.rewrites_steps and files.num_uncommitted):
             return None

@@ -15,9 +15,10 @@ from typing import Any, Literal
 from jaxinf.csd import Csd, CsdFleet, open_csds
 from jaxinf.engine.carry import carry_form
 from jaxinf.engine.chunks import ChunkTable, UnitRunner
-from jaxinf.engine.engine import Engine
+from jaxinf.engine.health import StoreHealth
 from jaxinf.engine.subgroup_table import SubgroupTable
 from jaxinf.layout import Subgroup
+from jaxinf.processes import Group
 from jaxinf.store import (
     CarriedArray,
     CommitAction,
@@ -75,25 +76,25 @@ class StoreFiles:
       fleet: the store's CSDs, which `close` closes.
 
     Attributes:
-      options, health, meters, group: the engine's.
       chunks: the newest version of each chunk.
       memory_bytes: the limit of buffers on the host.
       is_new: whether no step is committed yet; then every leaf must be initialised.
       commit: the last committed step's record; of a new store one of step 0.
       finished: the record of the last finished step, which may not be committed yet.
       assignment: the updates that the CSDs do not compute.
-      assigned: the subgroups of these updates.
     """
 
     def __init__(
         self,
-        engine: Engine,
         subgroups: SubgroupTable,
         commit: CommitRecord | None,
         fleet: CsdFleet,
+        group: Group,
+        health: StoreHealth,
+        meters: ByteMeters,
     ) -> None:
-        self.options, self.group = engine.options, engine.group
-        self.health, self.meters = engine.health, engine.meters
+        self.options, self.group = subgroups.options, group
+        self.health, self.meters = health, meters
         self.subgroups, self.directory = subgroups, subgroups.directory
         self.leaves, self.memory_bytes = subgroups.leaves, subgroups.memory_bytes
         self.is_new = commit is None
@@ -124,11 +125,9 @@ class StoreFiles:
 
     @property
     def num_uncommitted(self) -> int:
-        """The number of finished steps that are not committed."""
         return self.finished.step - self.commit.step
 
     def close(self) -> None:
-        """Stops the workers, and frees their memory; commits nothing."""
         self.mover.close()
         self.fleet.close()
 

@@ -151,16 +151,7 @@ def _place_states(
 
 
 class SubgroupTable:
-    """The subgroups into which the chunks of a store are cut.
-
-    Args:
-      directory: the store, which may still have to be made.
-
-    Attributes:
-      memory_bytes: host memory for state.
-      num_workers: number of requests at the drives at once.
-      num_bytes: length of the buffers of all subgroups together.
-    """
+    """The subgroups into which the chunks of a store, perhaps a future one, are cut."""
 
     def __init__(self, options: StoreOptions, directory: StoreDirectory) -> None:
         self.options = options
@@ -177,7 +168,6 @@ class SubgroupTable:
 
     @property
     def export_bytes(self) -> int:
-        """Host memory that exports take; 0 without exports."""
         has_exports = self.options.export_every > 0
         return least_memory(self.directory.manifest) if has_exports else 0
 

@@ -434,7 +434,6 @@ def _gather_inputs(
 
 
 def _rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
-    """Returns the seed of a subgroup's rounding, the same on every kind of CSD."""
     subgroup = layout.subgroup
     key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
     return Rounding(key, subgroup.offset_elements)

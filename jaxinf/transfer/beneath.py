@@ -92,7 +92,6 @@ def read_bounded(path: PathLikeStr, limit_bytes: int) -> bytes:
 
 
 def _read_whole(fd: int, path: PathLikeStr, limit_bytes: int) -> bytes:
-    """Returns the content of an open file, and closes it."""
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         check_regular(path, status)

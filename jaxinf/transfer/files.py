@@ -115,7 +115,6 @@ def opened(path: PathLikeStr, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _new_file(path: PathLikeStr) -> Iterator[int]:
-    """Opens a new file; removes it if the body fails."""
     with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
         try:
             yield fd

@@ -9,19 +9,12 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class ByteCounts:
-    """Bytes moved; `later - earlier` gives the bytes moved in between.
+    """Bytes moved; `later - earlier` gives the bytes moved in between."""
 
-    Attributes:
-      drive_read_bytes: read from files, whole pages where direct I/O rounds up.
-      drive_write_bytes: written to files, likewise.
-      link_down_bytes: over the host link toward the CSDs: gradients.
-      link_up_bytes: over the host link from the CSDs: new params.
-    """
-
-    drive_read_bytes: int = 0
-    drive_write_bytes: int = 0
-    link_down_bytes: int = 0
-    link_up_bytes: int = 0
+    drive_read_bytes: int = 0  # from files, whole pages where direct I/O rounds up
+    drive_write_bytes: int = 0  # to files, likewise
+    link_down_bytes: int = 0  # over the host link to the CSDs: gradients
+    link_up_bytes: int = 0  # over the host link from the CSDs: new params
 
     def __sub__(self, other: "ByteCounts") -> "ByteCounts":
         return ByteCounts(

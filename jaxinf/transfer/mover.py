@@ -30,17 +30,13 @@ from jaxinf.transfer.tasks import (
 
 
 class Failure:
-    """The first error of any thread, at which all threads stop. Thread-safe.
-
-    Attributes:
-      error: the first error, the same object every time; None if there is none.
-      note: makes a note for the error, or None; called before anyone sees the error.
-    """
+    """The first error of any thread, at which all threads stop. Thread-safe."""
 
     def __init__(self) -> None:
+        # Makes a note for the error, if any, before anyone sees it.
         self.note: Callable[[], str | None] = lambda: None
         self._lock = threading.Lock()
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # the same object every time
         self._traceback: TracebackType | None = None
         self._listeners: list[Callable[[], None]] = []
 
@@ -75,8 +71,7 @@ class Mover:
     time, and `StoreClosedError` if the mover was closed before the tasks' end.
 
     Args:
-      name: names it in errors.
-      queues: what is to be done.
+      name: its name in errors.
       perform: executes a unit, and blocks meanwhile; for a load it returns the states
         of each subgroup that are not verified yet.
       failure: receives a task's error; once it is set, no more work is done.

@@ -109,7 +109,6 @@ class BufferPool:
     Attributes:
       capacity_bytes: the budget, rounded down to whole pages.
       used_bytes: length of the buffers that are lent now.
-      peak_bytes: the largest `used_bytes` so far.
     """
 
     def __init__(self, capacity_bytes: int, *, registry: Any = None) -> None:
@@ -219,11 +218,7 @@ class BufferPool:
 
 
 class _Mapping:
-    """A part of a memory mapping that is lent repeatedly.
-
-    Attributes:
-      array: `uint8[num_bytes]`, page-aligned.
-    """
+    """A part of a memory mapping, in whole pages, that is lent repeatedly."""
 
     __slots__ = ("_memory", "_registry", "_start", "address", "array")
 

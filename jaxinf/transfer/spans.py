@@ -72,13 +72,10 @@ class Busy:
 
 
 class Timeline:
-    """The spans of all threads. Thread-safe.
-
-    Attributes:
-      annotate: makes a context for each span's kind, as a profiler wants it, or None.
-    """
+    """The spans of all threads. Thread-safe."""
 
     def __init__(self) -> None:
+        # Makes a profiler's context for a kind of span.
         self.annotate: Callable[..., Any] | None = None
         self._lock = threading.Lock()
         self._phases: defaultdict[str, Clock] = defaultdict(Clock)
