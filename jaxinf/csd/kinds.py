@@ -30,8 +30,7 @@ class CsdSpec:
 
     Attributes:
       kind: one of `CSD_KINDS`.
-      num_buffers: subgroups that an emulated card holds at once; None for as many as
-        fit.
+      num_buffers: subgroups that an emulated card holds; None for as many as fit.
       xclbin: the file with the kernels of real cards.
       num_devices: number of XRT's devices, if they cannot be listed.
       wrap: returns the fleet to use in place of the opened one, for example one that

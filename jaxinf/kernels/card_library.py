@@ -37,11 +37,7 @@ def card_library(*cards: CardKernel) -> Path:
     Each is an ``extern "C"`` function of the card kernel's name. It returns nothing and
     takes `CardKernel.arguments`: pointers, aligned to 64 bytes and with memory in
     multiples of 64 bytes, then 32-bit scalars. Calls from several threads are
-    independent.
-
-    Raises:
-      CompilerError: there is no compiler, or it failed.
-      OSError: see `cached_library`.
+    independent. Errors are those of `load_function`.
     """
     compiler = toolchain.find_compiler()
     if compiler is None:

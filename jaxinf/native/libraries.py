@@ -26,11 +26,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def load_function(source: str, level: str, compiler: str | None = None) -> Any:
     """Returns the entry point of `source` from the package, or else from the cache.
 
-    If neither has it, this blocks while it is compiled. The caller sets the argument
-    types.
-
-    Args:
-      compiler: used in place of the package's library; by default the one found.
+    If neither has it, this blocks while it is compiled; with `compiler`, the package's
+    is not used. The caller sets the argument types.
 
     Raises:
       CompilerError: there is no compiler, or it failed.

@@ -114,7 +114,6 @@ class CardCsd:
         buffer.checksums[extent.buffer_offset_bytes] = crc32c(stored)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
-        """Returns the checksum from the last update or `put`."""
         return _card_buffer(buffer).checksums.get(extent.buffer_offset_bytes)
 
     # --- kernels -------------------------------------------------------------------

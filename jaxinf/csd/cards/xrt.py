@@ -72,9 +72,6 @@ class XrtCard:
     Args:
       module: the result of `load_runtime`, or an object with pyxrt's names.
       device: PCI address, or index if cards cannot be listed (emulation).
-
-    Raises:
-      CsdError: the card or the file is missing, or the card refuses the file.
     """
 
     def __init__(self, module: Any, device: str | int, xclbin: Path) -> None:
@@ -91,7 +88,9 @@ class XrtCard:
                 "the cards of this machine, and whether this user may open them"
             ) from error
         try:
-            self._load(str(xclbin))
+            loaded = module.xclbin(str(xclbin))
+            self.kernel_names = tuple(k.get_name() for k in loaded.get_kernels())
+            self._uuid = self._device.load_xclbin(loaded)
         except (AttributeError, TypeError) as error:
             raise _too_old_error(error) from error
         except (RuntimeError, ValueError, OSError) as error:
@@ -100,11 +99,6 @@ class XrtCard:
                 "built for the card's platform (`xbutil examine` names it; make -C hls "
                 "hw PLATFORM=…)"
             ) from error
-
-    def _load(self, path: str) -> None:
-        xclbin = self._module.xclbin(path)
-        self.kernel_names = tuple(k.get_name() for k in xclbin.get_kernels())
-        self._uuid = self._device.load_xclbin(xclbin)
 
     @property
     def bank(self) -> int:
@@ -179,9 +173,7 @@ class XrtCard:
     def allocate(self, num_bytes: int, *, p2p: bool = False) -> XrtBuffer:
         """Allocates and maps memory of `bank`; with `p2p`, drives can reach it.
 
-        Raises:
-          NoCardMemory: no memory is left, or P2P is off.
-          CsdError: the runtime has no such call.
+        Raises `NoCardMemory` if none is left, or P2P is off.
         """
         bank = self.bank
         try:
