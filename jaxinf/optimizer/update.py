@@ -96,15 +96,11 @@ def run_update(
     state, extra_args = arguments.state, arguments.extra_args
     shardings = shardings or traced_shardings(params)
     _, program, description = optimizer.trace(arguments.params, extra_args, shardings)
-    _check_compatible(optimizer, description, shardings, state, gradients)
-    path = optimizer.engine.path
-    check_carried(path, carry, description.contents.state_names)
-    step = _StepCalls(optimizer, description, shardings, state)
+    step = _StepCalls(optimizer, program, description, shardings, state)
+    step.check(gradients, carry)
     ready = step.bind(params)
     leaves = step.leaf_calls(gradients, params)
-    scalars, inputs, ready = step.run_prologue(
-        program, leaves, params, extra_args, ready
-    )
+    scalars, inputs, ready = step.run_prologue(leaves, params, extra_args, ready)
     calls = [
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, ready
@@ -112,10 +108,9 @@ def run_update(
         for group in group_leaves(leaves)
     ]
     result, feedback = step.update(calls)
-    triples = zip(result.arrays, params, gradients, strict=True)
     changes = [
         compute_update(array, p, optimizer.update_dtype(g, p))
-        for array, p, g in triples
+        for array, p, g in zip(result.arrays, params, gradients, strict=True)
     ]
     updates, differences = zip(*changes, strict=True)
     verdict = step.commit(calls, result.statuses, differences, scalars, carry)
@@ -129,11 +124,39 @@ class _StepCalls:
     """The calls of one step, which begins with `state`; traceable."""
 
     optimizer: OffloadedOptimizer
+    program: UpdateProgram
     description: StoreDescription
     shardings: tuple[NamedSharding, ...]
     state: SmartUpdateState
 
     # --- in the order of a step ----------------------------------------------------
+
+    def check(
+        self,
+        gradients: Sequence[jax.Array | None],
+        carry: Mapping[tuple[str, ...], jax.Array],
+    ) -> None:
+        """Refuses a state, a store or arrays that do not fit the description."""
+        engine, has_feedback = self.optimizer.engine, self.optimizer.has_feedback
+        num_feedback = len(gradients) if has_feedback else 0
+        check_state(self.state, self.description, num_feedback=num_feedback)
+        records = [leaf.record for leaf in self.description.leaves]
+        for leaf, gradient in zip(records, gradients, strict=True):
+            if gradient is not None and gradient.dtype not in FLOAT_DTYPES:
+                raise TypeError(
+                    f"update: leaf {leaf.name}: expected a gradient of 32 or 16 bits, "
+                    f"found {gradient.dtype}; cast gradients to the params' dtypes, "
+                    "jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)"
+                )
+            if gradient is not None and gradient.shape != leaf.shape:
+                raise ValueError(
+                    f"update: leaf {leaf.name}: expected a gradient of the params' "
+                    f"shape {leaf.shape}, found {gradient.shape}"
+                )
+        if not engine.is_new:  # refuses it while it is traced
+            bind_optimizer(engine, self.description)
+            self.optimizer.check_shards(self.description, self.shardings)
+        check_carried(engine.path, carry, self.description.contents.state_names)
 
     def bind(self, params: Sequence[jax.Array]) -> jax.Array:
         """Compares params with the store, unless the state is the last step's.
@@ -190,7 +213,6 @@ class _StepCalls:
 
     def run_prologue(
         self,
-        program: UpdateProgram,
         leaves: Sequence[LeafCall],
         params: Sequence[jax.Array],
         extra_args: Mapping[str, Any],
@@ -204,9 +226,11 @@ class _StepCalls:
         pairs = zip(leaves, params, strict=True)
         gradients = [jnp.zeros_like(p) if x.is_kept else x.gradient for x, p in pairs]
         scalars = jax.tree.leaves(scalar_tree(self.state))
-        prologue = partial(program.prologue, gradients, params, scalars, extra_args)
+        prologue = partial(
+            self.program.prologue, gradients, params, scalars, extra_args
+        )
         arrays: list[jax.Array] = []
-        if (stored := program.prologue_state) is not None:
+        if (stored := self.program.prologue_state) is not None:
             assert stored.counter is not None, "smart_update reads sums only"
             new_scalars, _ = prologue(slots=list(map(jnp.zeros_like, params)))
             is_due = new_scalars[stored.counter] == 0
@@ -401,34 +425,6 @@ class _StepCalls:
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
         has_cards = self.optimizer.engine.options.csd.has_cards
         return is_free and is_stored and not has_cards
-
-
-def _check_compatible(
-    optimizer: OffloadedOptimizer,
-    description: StoreDescription,
-    shardings: tuple[NamedSharding, ...],
-    state: SmartUpdateState,
-    gradients: Sequence[jax.Array | None],
-) -> None:
-    """Refuses a state, a store or gradients that do not fit the description."""
-    num_feedback = len(gradients) if optimizer.has_feedback else 0
-    check_state(state, description, num_feedback=num_feedback)
-    records = [leaf.record for leaf in description.leaves]
-    for leaf, gradient in zip(records, gradients, strict=True):
-        if gradient is not None and gradient.dtype not in FLOAT_DTYPES:
-            raise TypeError(
-                f"update: leaf {leaf.name}: expected a gradient of 32 or 16 bits, "
-                f"found {gradient.dtype}; cast gradients to the params' dtypes, "
-                "jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)"
-            )
-        if gradient is not None and gradient.shape != leaf.shape:
-            raise ValueError(
-                f"update: leaf {leaf.name}: expected a gradient of the params' shape "
-                f"{leaf.shape}, found {gradient.shape}"
-            )
-    if not optimizer.engine.is_new:  # refuses it while it is traced
-        bind_optimizer(optimizer.engine, description)
-        optimizer.check_shards(description, shardings)
 
 
 def _mask_updates(
