@@ -124,15 +124,9 @@ class StoreSink:
             return
         if has_numbers and not self.updates.engine.group.is_alone:
             gradient = gather_shards(gradient)  # for the numbers, in all processes
-        is_in_first_pass = (
-            0,
-            leaf,
-        ) in passes.parts and leaf not in passes.gathered_leaves
-        shards = by_shards(
-            gradient,
-            to_host=self._copies_to_host,
-            keep_on_device=self.spill is not None and is_in_first_pass,
-        )
+        stays = self.spill is not None and (0, leaf) in passes.parts
+        stays &= leaf not in passes.gathered_leaves
+        shards = by_shards(gradient, to_host=self._copies_to_host, keep_on_device=stays)
         begin = self._begin_updates if self.spill is None else self._defer
         self._submit(piece, shards, begin)
 

@@ -245,6 +245,7 @@ class UpdatePlan:
     def traffic(self, plan: Plan) -> ByteCounts:
         """Returns the bytes that a step moves on drives."""
         subgroups, passes = self.subgroups, self.passes
+        stored = passes.prologue_state
         from_reads = {x.unit for x in plan.reads.fetches if x.gradient is not None}
         read = sum(
             move.layout.file_bytes([_PARAMS])
@@ -253,12 +254,10 @@ class UpdatePlan:
         )
         moves = list[Move]()
         for unit in self.units_trained:
-            values = [v for x in passes.of_leaf(unit.leaf) for v in x.leaf_inputs]
-            stored = passes.prologue_state
-            slots = [stored[value][1] for value in values if value in stored]
+            inputs = [v for x in passes.of_leaf(unit.leaf) for v in x.leaf_inputs]
+            names = [stored[value][1].name for value in inputs if value in stored]
             takes = unit in from_reads
-            num_reads = 0 if takes else values.count(passes.params[unit.leaf])
-            names = [slot.name for slot in slots]
+            num_reads = 0 if takes else inputs.count(passes.params[unit.leaf])
             unit_moves = self._moves(unit, takes_params=takes, read_first=names)
             moves += unit_moves
             for layout, _, _ in unit_moves:
