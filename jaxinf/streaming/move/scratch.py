@@ -75,11 +75,11 @@ class ScratchFiles:
         meters: ByteMeters | None = None,
         *,
         content: str = "activations",
-        num_threads: int = THREADS_PER_DRIVE,
     ) -> None:
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
-        self._content, self._num_threads = content, num_threads
+        self._content = content
+        self._num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
         self._thread = threading.local()  # with memory to write a run from
         self._files: list[int] = []
 
@@ -196,8 +196,7 @@ class ScratchFiles:
 def scratch_files(engine: Engine, content: str = "activations") -> ScratchFiles:
     """Returns files on the store's drives for the values or gradients of a step."""
     folders, meters = engine.files.directory.csd_directories, engine.files.meters
-    num_threads = 1 if content == "gradients" else THREADS_PER_DRIVE
-    return ScratchFiles(folders, meters, content=content, num_threads=num_threads)
+    return ScratchFiles(folders, meters, content=content)
 
 
 def array_in(memory: Array, like: jax.ShapeDtypeStruct | Array) -> Array:

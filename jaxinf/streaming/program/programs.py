@@ -58,11 +58,8 @@ class Program:
     @cached_property
     def params(self) -> tuple[tuple[Piece, int], ...]:
         """The pieces of params that it reads, in the order of its inputs, and bytes."""
-        return tuple(
-            (value.origin, value.num_bytes)
-            for value in self.inputs
-            if isinstance(value.origin, Piece)
-        )
+        params = (value for value in self.inputs if isinstance(value.origin, Piece))
+        return tuple((value.origin, value.num_bytes) for value in params)
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
@@ -224,12 +221,10 @@ def bytes_beside(program: Program, executable: Any) -> int:
     memory = executable.memory_analysis()
     if jax.default_backend() == "cpu":
         return memory.temp_size_in_bytes
-    padding = (
-        memory.argument_size_in_bytes - sum(program.input_bytes),
-        memory.output_size_in_bytes - sum(program.output_bytes),
-    )
-    # Of a mesh's device these are parts of the arrays.
-    return memory.temp_size_in_bytes + sum(max(0, x) for x in padding)
+    # On a mesh, a device's arrays are smaller than the whole.
+    padding = max(0, memory.argument_size_in_bytes - sum(program.input_bytes))
+    padding += max(0, memory.output_size_in_bytes - sum(program.output_bytes))
+    return memory.temp_size_in_bytes + padding
 
 
 def program_of(

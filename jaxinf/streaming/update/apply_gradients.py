@@ -48,7 +48,7 @@ Agree: TypeAlias = Callable[[Callable[[], Sequence[str]]], list[str]]
 """Runs an action in all processes; returns the leaves that refuse the step in any."""
 
 # Elements that are checked together: a check takes memory.
-_RUN_ELEMENTS = 1 << 18
+_CHECKED_ELEMENTS = 1 << 18
 _NO_PARAMS = np.empty(0, np.float32)
 
 
@@ -338,8 +338,8 @@ class StoreSink:
 
 def _is_finite(array: Array) -> bool:
     flat = array.reshape(-1)
-    starts = range(0, flat.size, _RUN_ELEMENTS)
-    return all(np.isfinite(flat[n : n + _RUN_ELEMENTS]).all() for n in starts)
+    starts = range(0, flat.size, _CHECKED_ELEMENTS)
+    return all(np.isfinite(flat[n : n + _CHECKED_ELEMENTS]).all() for n in starts)
 
 
 def _carried(updates: UpdatePlan, results: PyTree) -> Mapping[tuple[str, ...], Array]:
