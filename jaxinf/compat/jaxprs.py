@@ -133,8 +133,6 @@ def source_frames(source: Any) -> list[tuple[str, str]]:
         return []
 
 
-# --- traces --------------------------------------------------------------------------
-
 CALLBACK_LOGGER = "jax._src.callback"
 """Logs an exception of a callback, which is then raised, with a traceback."""
 

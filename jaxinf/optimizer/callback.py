@@ -85,9 +85,6 @@ def check_device_configuration() -> None:
         )
 
 
-# --- a host function in a callback ---------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class HostCallback:
     """A host function whose exception stops the store.
@@ -141,9 +138,6 @@ def _call(function: HostFunction, arguments: PyTree, avals: PyTree) -> Any:
     flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
     results = compat.io_callback(with_copies, flat, arguments)
     return jax.tree.map(lambda x, aval: x.reshape(aval.shape), results, avals)
-
-
-# --- the devices that call -----------------------------------------------------------
 
 
 def call_host(

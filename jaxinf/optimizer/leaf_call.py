@@ -30,8 +30,6 @@ from jaxinf.optimizer.callback import (
 )
 from jaxinf.program import LeafInputs
 
-# --- shardings -----------------------------------------------------------------------
-
 
 def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
     """Returns every leaf's sharding on the run's mesh; empty for one JAX device.
@@ -63,8 +61,6 @@ def mesh_of(shardings: Sequence[NamedSharding]) -> AnyMesh | None:
     """Returns the mesh of the leaves; None for one JAX device."""
     return shardings[0].mesh if shardings else None
 
-
-# --- the data of a call --------------------------------------------------------------
 
 FINITE, NON_FINITE = 0, 1
 """Status of a leaf's call; or `callback.FAILED`."""
@@ -290,8 +286,6 @@ def _call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
     ]
     return HostCall(tuple(leaves), *[replicated] * 4)
 
-
-# --- the leaves of a call ------------------------------------------------------------
 
 SHARED_CALL_BYTES = 1 << 20
 """A leaf that is shorter, on each JAX device, shares a call with others."""

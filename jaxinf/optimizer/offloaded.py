@@ -81,7 +81,6 @@ def align(
 def _pair_with_params(
     gradients: Sequence[Any], treedef: Any, params: PyTree
 ) -> list[tuple[Any, PyTree]]:
-    """Pairs each gradient with the part of the params that has its place."""
     leaves = jax.tree.leaves(params)
     if len(leaves) == len(gradients) and not any(x is None for x in gradients):
         return list(zip(gradients, leaves, strict=True))  # in whatever containers

@@ -161,7 +161,6 @@ def _update_function(optimizer: OffloadedOptimizer) -> Any:
 def _check_arguments(
     optimizer: OffloadedOptimizer, state: PyTree, params: PyTree | None
 ) -> None:
-    """Refuses another optimizer's state, no params, and a store that has failed."""
     if not isinstance(state, SmartUpdateState):
         raise TypeError(
             "update: expected the SmartUpdateState that init gives, found "

@@ -297,8 +297,6 @@ class _StepCalls:
         verdict = jax.ShapeDtypeStruct((), np.int32)
         return call_once(commit, end, verdict, mesh_of(self.shardings))
 
-    # --- inside --------------------------------------------------------------------
-
     def _leaf(self, number: int) -> LeafCall:
         """Returns a leaf's call without data."""
         sharding = self.shardings[number] if self.shardings else None

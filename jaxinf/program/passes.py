@@ -164,8 +164,6 @@ class Passes:
         """Leaves of which the last pass computes something; they are needed whole."""
         return {leaf for index, leaf in self.parts if index == self._last}
 
-    # --- the division ----------------------------------------------------------------
-
     @property
     def _last(self) -> int:
         return self.num_passes - 1

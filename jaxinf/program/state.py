@@ -132,7 +132,6 @@ def state_keys(state: PyTree) -> list[KeyPath]:
 def _find_params_leaf(
     path: Path, aval: Any, by_keys: Mapping[Path, tuple[int, LeafInfo]]
 ) -> int | None:
-    """Returns the params leaf of which a state leaf is a slot."""
     # The longest matching path: params may hold both a/b and b.
     suffixes = (path[start:] for start in range(len(path) + 1))
     match = next((by_keys[suffix] for suffix in suffixes if suffix in by_keys), None)
