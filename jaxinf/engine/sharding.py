@@ -149,8 +149,7 @@ def place_parts(
 ) -> jax.Array:
     """Returns an array of the parts that this process holds, for `assemble_shards`.
 
-    Args:
-      read: reads a box, by its origin and extent, with zeros for what others hold.
+    `read` takes origin and extent of a box, and gives zeros for what others hold.
     """
     places = sharding.addressable_devices_indices_map(tuple(shape))
     holders: dict[Box, list[Any]] = {}

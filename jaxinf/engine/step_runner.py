@@ -29,8 +29,8 @@ from jaxinf.engine.updates import (
     LeafUpdate,
     StateRequest,
     UpdateRequest,
+    name_nan_scalars,
     nan_scalar_error,
-    nan_scalars,
     state_tasks,
 )
 from jaxinf.errors import StoreError
@@ -134,7 +134,7 @@ class StepRunner:
           NonFiniteScalarError: a kernel would compute with NaN, and the step overwrites
             one that is not committed; else `finish` raises it.
         """
-        files, nan_names = self.files, nan_scalars(self.files, requests)
+        files, nan_names = self.files, name_nan_scalars(self.files, requests)
         with self._guard:
             under_way = self._begin(step)
             if nan_names and files.num_uncommitted and not under_way.updated:

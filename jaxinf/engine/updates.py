@@ -122,7 +122,7 @@ class LeafUpdate:
     def _task(self, layout: SubgroupLayout) -> Task:
         files, request, kernel = self._files, self._request, self._kernel
         has_feedback = request.feedback is not None
-        loads, stores = _moved(kernel, layout.state_names, has_feedback)
+        loads, stores = _moved_states(kernel, layout.state_names, has_feedback)
         if self._out_dtype != np.float32:
             loads |= {0}  # the result depends on the params
         uses_params = (
@@ -327,10 +327,10 @@ def state_tasks(files: StoreFiles, request: StateRequest) -> list[Task]:
     return [make(layout) for layout in files.subgroups.layouts(*box)]
 
 
-def nan_scalars(
+def name_nan_scalars(
     files: StoreFiles, requests: Sequence[UpdateRequest]
 ) -> tuple[str, ...]:
-    """Returns texts that name the scalars which are NaN and used.
+    """Names the scalars that are NaN and used.
 
     A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
     accepted, because some optimizers start with it. A scalar is checked only in a
@@ -348,12 +348,7 @@ def nan_scalars(
 def nan_scalar_error(
     files: StoreFiles, names: Sequence[str], state: Sequence[ScalarState]
 ) -> NonFiniteScalarError:
-    """Returns the error for a step that would compute with NaN.
-
-    Args:
-      names: the result of `nan_scalars`.
-      state: the optimizer's scalars, which name the cause if they are NaN.
-    """
+    """Returns the error for a step that would compute with NaN; names the cause."""
     named = ", ".join(
         scalar.path
         for scalar in state
@@ -373,10 +368,7 @@ def nan_scalar_error(
 
 
 def can_use_params(subgroups: SubgroupTable, leaf: int, dtype: np.dtype) -> bool:
-    """Whether an update can use a caller's params of a dtype in place of the store's.
-
-    It does so only if its kernel reads them.
-    """
+    """Whether updates can use a caller's params of a dtype in place of the store's."""
     stored = subgroups.leaves[leaf].states[0]
     return not subgroups.options.csd.has_cards and dtype == dtype_of(stored.dtype)
 
@@ -402,14 +394,14 @@ def list_moves(
     moves, taken = [], {0} if takes_params else set[int]()
     for layout in subgroups.layouts(leaf, origin, extent):
         names = layout.state_names
-        loads, stores = _moved(kernel, names, layout.feedback is not None)
+        loads, stores = _moved_states(kernel, names, layout.feedback is not None)
         numbers = [names.index(name) for name in read_first]
         moves.append(Move(layout, (*loads - taken, *numbers), stores))
     return moves
 
 
 @lru_cache
-def _moved(
+def _moved_states(
     kernel: Kernel, state_names: tuple[str, ...], has_feedback: bool
 ) -> tuple[frozenset[int], tuple[int, ...]]:
     needed, unchanged = state_read(kernel), kernel.unchanged

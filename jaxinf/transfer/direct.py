@@ -45,7 +45,6 @@ def read_into(
         whole last page.
       offset_bytes: position in the file, a multiple of the page.
       num_bytes: number of bytes; the array receives all of the last page.
-      meters: counts the bytes read.
       buffered: whether to use the page cache when direct I/O is refused.
       shown: the path in errors, for a file without a name.
     """

@@ -123,11 +123,7 @@ class Queues:
             drive.to_prefetch.clear()
 
     def end_step(self, given_up: Collection[Hashable] = ()) -> None:
-        """Drops prefetched subgroups; what tasks have stored counts from now on.
-
-        Args:
-          given_up: keys of subgroups whose last task does not count.
-        """
+        """Drops prefetches; what tasks have stored is newest, but for keys given up."""
         assert not self.num_prefetching
         if given_up:
             self.hit_bytes = 0
@@ -230,11 +226,7 @@ class Queues:
                 self.drives[number].memory.num_writes -= 1
 
     def end(self, unit: Unit, unchecked: Sequence[Loads] = ()) -> None:
-        """Notes that a unit is done, and queues what follows it.
-
-        Args:
-          unchecked: for a load, the states of each subgroup without verification.
-        """
+        """Notes that a unit is done; `unchecked` has a load's unverified states."""
         self.fail(unit)
         match unit:
             case Load(number, items):
