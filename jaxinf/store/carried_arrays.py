@@ -19,7 +19,7 @@ from jaxinf.transfer import crc32c, read_beneath, translated
 CARRY = "carry"
 """The first part of the names of arrays that a step carries."""
 
-_MOST_BYTES = 64 << 20  # of all arrays of a step
+_MAX_BYTES = 64 << 20  # of all arrays of a step
 
 
 class CarriedArray(Document, frozen=True):
@@ -54,9 +54,9 @@ def check_carry(carry: Sequence[CarriedArray]) -> None:
     """Raises ValueError for names that collide or are none, or for too many bytes."""
     check_leaf_paths([array.path for array in carry], {CARRY})
     num_bytes = sum(array.num_bytes for array in carry)
-    if num_bytes > _MOST_BYTES:
+    if num_bytes > _MAX_BYTES:
         raise ValueError(
-            f"expected at most {_MOST_BYTES} bytes (64 MiB) together, found "
+            f"expected at most {_MAX_BYTES} bytes (64 MiB) together, found "
             f"{num_bytes}; keep large arrays among the params, or in a checkpoint of "
             "your own"
         )

@@ -50,7 +50,7 @@ from jaxinf.transfer import (
 )
 from jaxinf.typing import ProgressCallback
 
-_MOST_PROCESSES = 1 << 20
+_MAX_PROCESSES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _plan_parts(
 ) -> list[StoreDirectory]:
     """Returns the new members, or the one store, in their staging; writes nothing."""
     count = len(source.parts) if layout.processes is None else layout.processes
-    if not 1 <= count <= _MOST_PROCESSES:
-        raise ValueError(f"processes={count}: expected from 1 to {_MOST_PROCESSES}")
+    if not 1 <= count <= _MAX_PROCESSES:
+        raise ValueError(f"processes={count}: expected from 1 to {_MAX_PROCESSES}")
     old, formats = source.step.manifest, layout.formats
     if formats.master and all(leaf.dtype != "bfloat16" for leaf in old.leaves):
         raise ValueError(
@@ -372,8 +372,8 @@ def _regrid(job: _Job, reader: StepReader) -> list[int]:
     state, grid = job.files[0].chunk.state, job.files[0].chunk.leaf.grid
     for new in job.files:
         new.allocate()
-    most = PIECE_BYTES // 4
-    for box, values in reader.boxes(job.old, state, most, decoded=False):
+    max_elements = PIECE_BYTES // 4
+    for box, values in reader.boxes(job.old, state, max_elements, decoded=False):
         dims = zip(box.start, box.extent, grid.chunk_shape, strict=True)
         overlapping = [range(a // size, -(-(a + n) // size)) for a, n, size in dims]
         for index in product(*overlapping):

@@ -48,8 +48,8 @@ _REMEDY = (
     "restore the file from a checkpoint of the store (checkpoints/NAME/jaxinf.json) or "
     "a backup, or remove the store and start again"
 )
-_MOST_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
-_MOST_CHUNK_ELEMENTS = 1 << 30  # 256 times the usual size of a chunk
+_MAX_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
+_MAX_CHUNK_ELEMENTS = 1 << 30  # 256 times the usual size of a chunk
 
 # Codecs of companions: arrays that belong to the array before them; name suffixes.
 _SUFFIXES = {"scale": "_scale", "remainder": "_remainder"}
@@ -454,7 +454,7 @@ def _find_problem(leaf: LeafRecord, num_members: int) -> str | None:
     lengths = [math.prod(leaf.shape), math.prod(leaf.chunk_shape)]
     if len(leaf.shard_counts) != len(leaf.shape):
         return f"{len(leaf.shard_counts)} shard counts"
-    if lengths[0] >= _MOST_ELEMENTS or lengths[1] > _MOST_CHUNK_ELEMENTS:
+    if lengths[0] >= _MAX_ELEMENTS or lengths[1] > _MAX_CHUNK_ELEMENTS:
         return "more elements than a leaf or chunk has"
     if len({state.name for state in leaf.states}) != len(leaf.states):
         return "two states of one name"

@@ -43,7 +43,7 @@ from jaxinf.typing import Array
 PIECE_BYTES = 4 << 20
 """Most bytes of a file that are in memory at a time."""
 
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -110,7 +110,7 @@ class StepReader(AbstractContextManager["StepReader"]):
         drives: Sequence[str] = (),
     ) -> None:
         self._step, self._meters, self._drives = step, meters, drives
-        self.num_threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
+        self.num_threads = max(1, min(_MAX_THREADS, memory_bytes // (2 * PIECE_BYTES)))
         fitting = min(PIECE_BYTES // 4, memory_bytes // self.num_threads // 8)
         # A piece has whole blocks of codes, and whole pages of their scales.
         num_units = max(1, fitting // SCALES_ALIGNMENT_ELEMENTS)
