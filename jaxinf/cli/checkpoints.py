@@ -12,17 +12,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxinf.cli.arguments import PathArg, StorePath, Switch, absolute_path, option
 from jaxinf.cli.committed import print_warning
 from jaxinf.cli.display import make_table, show_progress
-from jaxinf.command_line import (
-    ByteSize,
-    PathArg,
-    StorePath,
-    Switch,
-    UsageError,
-    absolute_path,
-    option,
-)
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.errors import printable
 from jaxinf.exchange import (
     TRANSIT_BYTES,

@@ -14,6 +14,7 @@ from typing import Any
 
 import tyro
 
+from jaxinf.cli.arguments import FLAG_FORMS
 from jaxinf.cli.checkpoints import Checkpoint
 from jaxinf.cli.doctor import Doctor
 from jaxinf.cli.inspection import Inspect
@@ -22,7 +23,7 @@ from jaxinf.cli.plan import main as plan
 from jaxinf.cli.report import Report
 from jaxinf.cli.stores import Store
 from jaxinf.cli.verification import Verify
-from jaxinf.command_line import FLAG_FORMS, UsageError
+from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError, printable
 from jaxinf.train.__main__ import main as train
 

@@ -17,9 +17,10 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
+from jaxinf.cli.arguments import PathArg
 from jaxinf.cli.directories import Finding, Problem, examine_directory
 from jaxinf.cli.display import facts_table, heading, show_progress
-from jaxinf.command_line import ByteSize, PathArg
+from jaxinf.command_line import ByteSize
 from jaxinf.errors import DeviceConfigurationError, printable
 from jaxinf.native import toolchain
 from jaxinf.optimizer import check_device_configuration

@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxinf.cli.arguments import StorePath, Switch
 from jaxinf.cli.committed import for_each_member, open_committed
 from jaxinf.cli.display import facts_table, heading, make_table
-from jaxinf.command_line import StorePath, Switch
 from jaxinf.errors import printable
 from jaxinf.store import (
     SLOTS,

@@ -13,7 +13,8 @@ from typing import Annotated, TypeAlias
 import jax
 import tyro
 
-from jaxinf.command_line import FLAG_FORMS, ByteSize, Switch, UsageError, option
+from jaxinf.cli.arguments import FLAG_FORMS, Switch, option
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.errors import printable
 from jaxinf.streaming import device_is_host, gpu_limit
 from jaxinf.terminal import exact_bytes, format_bytes, make_console

@@ -17,8 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
+from jaxinf.cli.arguments import PathArg, option
 from jaxinf.cli.run_logs import Columns, Logs, read_logs
-from jaxinf.command_line import PathArg, UsageError, option
+from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import write_bytes_atomically

@@ -7,17 +7,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxinf.cli.arguments import PathArg, Switch, absolute_path, option
 from jaxinf.cli.checkpoints import Export
 from jaxinf.cli.committed import print_warning
 from jaxinf.cli.display import show_progress
-from jaxinf.command_line import (
-    ByteSize,
-    PathArg,
-    Switch,
-    UsageError,
-    absolute_path,
-    option,
-)
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.errors import printable
 from jaxinf.exchange import TRANSIT_BYTES, export_source, export_url_at, is_url
 from jaxinf.store import (

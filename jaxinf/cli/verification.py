@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from jaxinf.cli.arguments import StorePath, Switch, option
 from jaxinf.cli.committed import for_each_member, open_committed
 from jaxinf.cli.display import show_progress
-from jaxinf.command_line import StorePath, Switch, option
 from jaxinf.errors import printable
 from jaxinf.store import (
     SLOTS,
