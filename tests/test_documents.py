@@ -366,3 +366,11 @@ def test_a_fence_has_a_language(page):
     text = re.sub(r"(?ms)^ *```.*?^ *```$", "", (ROOT / page).read_text())
     indented = re.findall(r"(?m)^\n {4}(?![-*\d ]).*", text)
     assert not indented, "expected code between fences"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_leads_to_a_file(page):
+    here = (ROOT / page).parent
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", (ROOT / page).read_text())
+    missing = [target for target in targets if not (here / target).exists()]
+    assert not missing, f"{page} links to files that are not there"

@@ -22,7 +22,7 @@ Where a question is answered:
     how a step goes to a URL             exports.py
     what happens after an error          health.py
 
-Invariant: host memory does not grow with the model; a step is all or nothing.
+Invariant: the engine's memory does not grow with the model; a step is all or nothing.
 """
 
 from jaxinf.engine.binding import bind_optimizer, restart_store, subgroups_of
