@@ -176,9 +176,9 @@ class StreamedStep:
         engine = self._home.engine
         if engine is not None and self._home.has_loss and engine.has_files:
             interrupt.add_note(
-                f"{engine.path}: step {engine.files.commit.step} is committed, "
-                "and steps that have ended since then are once the store is closed; "
-                "the same program resumes after the last"
+                f"{engine.path}: step {engine.files.commit.step} is committed; closing "
+                "the store commits the steps that have finished since. Run the same "
+                "program again to go on after them"
             )
 
     def _settle(self) -> None:
