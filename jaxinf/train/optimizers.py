@@ -131,8 +131,7 @@ def schedule_free_average(params: PyTree, state: Any) -> PyTree:
     b1, z = (optax.tree.get(state, name) for name in ("b1", SCHEDULE_FREE))
     return jax.tree.map(  # a frozen leaf's z is no array
         lambda y, z: schedule_free_params(y, z, b1) if hasattr(z, "dtype") else y,
-        params,
-        z,
+        *(params, z),
     )
 
 
@@ -187,9 +186,6 @@ def _parse_literal(text: str) -> Any:
         return ast.literal_eval(text.capitalize() if is_word else text)
     except (ValueError, SyntaxError):
         return text
-
-
-# --- learning rates ------------------------------------------------------------------
 
 
 def peak_learning_rate(config: TrainConfig) -> float:
