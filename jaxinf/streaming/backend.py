@@ -47,7 +47,7 @@ class StepBackend:
       updates: The updates near storage; None if there are none.
       reads_commit: Whether params are of the last commit, not of the last step.
       make_scratch: Makes files on drives for values.
-      kept_cuts: The cuts on which bits depend from before; None if there are none.
+      kept_cuts: The cuts that the store keeps, since bits depend on them, or None.
     """
 
     ordered: OrderedProgram

@@ -109,8 +109,8 @@ class Plan:
       cuts: Starts of the segments in the forward order.
       num_parts: Number of parts of a batch that each segment is called for in turn.
       results: The loss and aux's leaves, of one part after another.
-      param_stays: When pieces of params are in memory, in order; without those that
-        are there in any case.
+      param_stays: When pieces of params are in memory, in order; none of those that
+        are always there.
       may_offload: Whether values may be on a drive for some calls of a step.
       peak_bytes: The peak memory of a step, as far as it was measured.
       temp_bytes: Temporaries of the compiled programs by key, as far as they are known.

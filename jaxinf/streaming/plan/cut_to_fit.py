@@ -113,7 +113,7 @@ def plan_step(
 
     Args:
       group: The processes, which plan together, in the memory that all have.
-      kept: The cuts on which bits depend from before; None if there are none.
+      kept: The cuts that the store keeps, since bits depend on them, or None.
       recomputed: Segments that ``policy="plan"`` recomputes.
     """
     memories, plans = list[StepMemory](), list[Plan]()
@@ -231,15 +231,15 @@ def plan_or_advise(
     """Returns what `plan` makes of a budget.
 
     Args:
-      advises: Whether an error names a budget that works: one that is raised by what is
-        missing, and planned for, until it fits. Several processes plan but once.
+      advises: Whether an error names a budget that works, which is raised until a plan
+        fits. Several processes plan but once.
     """
     try:
         return plan(budget)
     except BudgetError as error:
         first = last = error
     works, device_bytes = dict[str, int](), budget.device.num_bytes or 0
-    # One that was not given is what most of the device's free memory has.
+    # By default the limit is a share of what the device has free.
     free_bytes = device_bytes / FREE_SHARE
     most_bytes = free_bytes if budget.device_memory_bytes is None else math.inf
     for _ in range(_MAX_RAISES if advises else 0):
