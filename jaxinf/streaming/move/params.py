@@ -263,10 +263,7 @@ class ParamReader:
                 self._end_read(read)
 
     def shards_for_update(self, unit: ParamUnit) -> Sequence[Array] | None:
-        """Returns a unit's shards until `end_update`; None if the update reads them.
-
-        A unit that the store does not move by shards is always read.
-        """
+        """Returns a unit's shards until `end_update`; None if the update reads them."""
         with self._changed:
             read = self._for_updates.get(unit)
             return read.shards if read and read.is_ready else None

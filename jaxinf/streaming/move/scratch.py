@@ -86,8 +86,7 @@ class ScratchFiles:
     def allocate(self, sizes: Mapping[_Key, int]) -> dict[_Key, tuple[ScratchRun, ...]]:
         """Reserves room for values of these bytes; blocks. Called once.
 
-        Returns:
-          The runs of each value; successive runs are on successive drives.
+        Returns the runs of each value; successive runs are on successive drives.
 
         Raises:
           StoreSpaceError, StoreIOError: A drive is full, or failed.
@@ -129,12 +128,11 @@ class ScratchFiles:
     ) -> Callable[[], object]:
         """Starts to `write` a value, which may still be computed, or to `read` it.
 
+        Returns a function that blocks until all runs are moved.
+
         Args:
           array: The value, or memory for it in whole pages.
           on_moved: Called when all runs are moved, on a thread with the lock of `jobs`.
-
-        Returns:
-          A function that blocks until all runs are moved.
         """
         unmoved = {*runs}
 

@@ -106,8 +106,8 @@ def _cuts_between(
     length = end - start
     kept = ordered.kept_bytes[start : end + 1]
     uses = _piece_uses(ordered, start, end)
-    least = np.full(length + 1, np.inf)  # cost of the cuts up to each position
-    least[0], previous_cut = 0, np.zeros(length + 1, int)
+    totals = np.full(length + 1, np.inf)  # least costs up to each position
+    totals[0], previous_cut = 0, np.zeros(length + 1, int)
     for first in range(length):
         is_new = (uses["place"] >= first) & (uses["before"] < first)
         new, sizes = uses["place"][is_new] - first, uses["bytes"][is_new]
@@ -116,9 +116,9 @@ def _cuts_between(
         needs = params + kept[first + 1 :] - kept[first] + 2 * working
         num_ends = max(1, int(np.searchsorted(needs, limit_bytes, "right")))
         ends = slice(first + 1, first + 1 + num_ends)
-        costs = least[first] + _SEGMENT_COST_BYTES + ordered.cut_bytes[start:][ends]
-        is_less = costs < least[ends]
-        least[ends][is_less] = costs[is_less]
+        costs = totals[first] + _SEGMENT_COST_BYTES + ordered.cut_bytes[start:][ends]
+        is_less = costs < totals[ends]
+        totals[ends][is_less] = costs[is_less]
         previous_cut[ends][is_less] = first
     cuts, cut = [], length
     while cut:

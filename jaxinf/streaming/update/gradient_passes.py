@@ -51,8 +51,7 @@ class PassRunner:
     def compile(self, params: Sequence[Any], pieces: Iterable[Piece]) -> int:
         """Compiles the computations of gradients that will arrive; blocks.
 
-        Returns:
-          The memory of the largest one beside its gradient.
+        Returns the memory of the largest one beside its gradient.
         """
         needed_bytes = 0
         for piece in pieces:
