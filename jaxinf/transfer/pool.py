@@ -152,9 +152,9 @@ class BufferPool:
             return self._lend(rounded) if fits else None
 
     def resize(self, capacity_bytes: int) -> None:
-        """Sets another budget; buffers lent beyond it stay until their release."""
+        """Sets the budget anew; buffers lent beyond it stay until their release."""
         with self._changed:
-            self.capacity_bytes = page_ceil(max(capacity_bytes, 1))
+            self.capacity_bytes = max(PAGE_BYTES, page_floor(capacity_bytes))
             self._shrink_idle(max(0, self.capacity_bytes - self.used_bytes))
             self._changed.notify_all()
 

@@ -60,6 +60,8 @@ def test_accounting():
         assert again.array.ctypes.data == address  # released memory is used again
     second.release()
     assert (pool.used_bytes, pool.peak_bytes) == (0, 5 * PAGE)
+    pool.resize(2 * PAGE - 1)
+    assert pool.capacity_bytes == PAGE
 
 
 def test_impossible_requests():
