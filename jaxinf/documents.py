@@ -69,7 +69,7 @@ def parse_json(raw: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
     """Parses a JSON document in UTF-8.
 
     Raises:
-      DocumentError: the bytes are not JSON, an object has a key twice, or the document
+      DocumentError: The bytes are not JSON, an object has a key twice, or the document
         exceeds the limits.
     """
     if len(raw) > most_bytes:
@@ -107,11 +107,11 @@ def convert(
     """Returns JSON as a value of a type.
 
     Args:
-      where: place in the document, such as ``leaves[3].shape``.
-      dec_hook: makes values of types that msgspec does not know.
+      where: Place in the document, such as ``leaves[3].shape``.
+      dec_hook: Makes values of types that msgspec does not know.
 
     Raises:
-      DocumentError: names the place, the expected kind and the found value.
+      DocumentError: Names the place, the expected kind and the found value.
     """
     try:
         return msgspec.convert(value, kind, dec_hook=dec_hook)
@@ -128,9 +128,9 @@ def encode(document: Any) -> bytes:
     """Returns the bytes of a document on disk.
 
     Raises:
-      ValueError: a number is NaN or infinite, or a text is no Unicode: JSON cannot
+      ValueError: A number is NaN or infinite, or a text is no Unicode: JSON cannot
         express these.
-      TypeError: a value has no form in JSON.
+      TypeError: A value has no form in JSON.
     """
     if isinstance(document, msgspec.Struct):
         document = msgspec.to_builtins(document)

@@ -95,11 +95,11 @@ class BudgetError(StreamError):
     """A program cannot be planned in the memory that it is given.
 
     Args:
-      limit: the argument that is too small.
-      problem: what was expected and found.
-      missing_bytes: the bytes that it lacks at least; 0 if that is not known.
-      otherwise: another remedy.
-      works: sizes by argument, such as ``"288MiB"``, with which a plan fits.
+      limit: The argument that is too small.
+      problem: What was expected and found.
+      missing_bytes: The bytes that it lacks at least; 0 if that is not known.
+      otherwise: Another remedy.
+      works: Sizes by argument, such as ``"288MiB"``, with which a plan fits.
     """
 
     def __init__(

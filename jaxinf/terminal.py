@@ -65,7 +65,7 @@ def given_bytes(name: str, value: int | str) -> int:
     """Returns an argument in bytes: a number, or a text as for `parse_bytes`.
 
     Raises:
-      ValueError: the argument of this name is not a size, or less than 1.
+      ValueError: The argument of this name is not a size, or less than 1.
     """
     try:
         if isinstance(value, bool):

@@ -47,8 +47,8 @@ def for_each_member(
     It is 2 if a member cannot be seen, 1 if the action returned False for one, else 0.
 
     Args:
-      action: prints about the store of a path; returns whether it is sound.
-      as_json: whether lines of text go to standard error.
+      action: Prints about the store of a path; returns whether it is sound.
+      as_json: Whether lines of text go to standard error.
     """
     if not is_run(path):
         return 0 if action(path) else _FAILED

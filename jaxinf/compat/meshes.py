@@ -23,9 +23,9 @@ def call_by_num_devices(
     A trace does not tell how many devices the computation has. Its compilation does.
 
     Args:
-      on_several: gives the function for a mesh of all devices; its results are
+      on_several: Gives the function for a mesh of all devices; its results are
         replicated over them.
-      arguments: trees of arrays.
+      arguments: Trees of arrays.
     """
     leaves, treedef = jax.tree.flatten(arguments)
     closed, avals = jax.make_jaxpr(on_one, return_shape=True)(*arguments)

@@ -71,7 +71,7 @@ class Coordination:
         """Makes a call on the thread of all calls, in turn.
 
         Raises:
-          TimeoutError: the call did not return in time.
+          TimeoutError: The call did not return in time.
         """
         done: Future[Any] = Future()
 

@@ -35,7 +35,7 @@ class SparseGradient:
     Attributes:
       indices: ``(k,)`` int32, ascending, below `num_elements`.
       values: ``(k,)`` float32, bfloat16 or float16.
-      num_elements: length of the run.
+      num_elements: Length of the run.
     """
 
     indices: Array
@@ -70,8 +70,8 @@ class SparseLeaf:
     Attributes:
       indices: ``(k,)`` int32: those of the first chunk, then of the second, ….
       values: ``(k,)``, in the same order.
-      counts: number of elements sent of each chunk.
-      lengths: length of each chunk at the time of the compression.
+      counts: Number of elements sent of each chunk.
+      lengths: Length of each chunk at the time of the compression.
     """
 
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ def compress_leaf(
     """Selects the elements to send; traceable.
 
     Args:
-      gradient: the leaf, or a JAX device's shard of it.
+      gradient: The leaf, or a JAX device's shard of it.
       feedback: float32 of the leaf's shape, the sum of elements not sent before.
 
     Returns:

@@ -77,20 +77,20 @@ def top_k(
     SmartComp (Jang et al., HPCA 2024, section IV-C).
 
     Args:
-      ratio: bytes sent, as a share of the dense gradient's: above 0, at most 1. For
+      ratio: Bytes sent, as a share of the dense gradient's: above 0, at most 1. For
         fp32 gradients an element costs twice its dense bytes, so 0.02, the paper's "2
         %", keeps 1 % of the elements.
-      warmup_steps: number of first steps of the store that send dense gradients.
-      error_feedback: whether elements that were not sent are added to the next
+      warmup_steps: Number of first steps of the store that send dense gradients.
+      error_feedback: Whether elements that were not sent are added to the next
         gradient. This takes 4 bytes a param on the JAX device, and as many on the link
         in each commit.
-      values: dtype of the values sent; by default the gradient's own.
+      values: Dtype of the values sent; by default the gradient's own.
 
     Returns:
       A value for the argument `compress` of `jaxinf.smart_update`.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     return TopK(ratio, warmup_steps, error_feedback, values)
 
@@ -99,7 +99,7 @@ def parse_compression(text: str) -> TopK:
     """Reads ``top_k:RATIO[,NAME=VALUE…]``, the names being `top_k`'s.
 
     Raises:
-      ValueError: the text does not parse; gives the expected form.
+      ValueError: The text does not parse; gives the expected form.
     """
     name, _, rest = text.strip().partition(":")
     ratio, *assignments = rest.split(",")

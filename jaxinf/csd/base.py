@@ -23,8 +23,8 @@ class Extent:
     """One state's part of a subgroup, in its chunk file and in the CSD's buffer.
 
     Attributes:
-      file_offset_bytes, buffer_offset_bytes: multiples of the page.
-      codec: of float32 elements, as in the store's manifest; empty for none.
+      file_offset_bytes, buffer_offset_bytes: Multiples of the page.
+      codec: Of float32 elements, as in the store's manifest; empty for none.
     """
 
     dtype: np.dtype
@@ -54,15 +54,15 @@ class Update(NamedTuple):
     """A run of an optimizer's kernel over a subgroup in a buffer, in place.
 
     Attributes:
-      extents: master params, then the kernel's slots in its order, as they are stored;
+      extents: Master params, then the kernel's slots in its order, as they are stored;
         scales follow their int8 codes, and remainders their split params.
       gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. In a sparse one,
         elements that were not sent are zero.
       out: 1-D; float32 receives the update, a 16-bit dtype the new params; these are
         the stored ones if params are coded. None if nobody wants them.
-      caller_params: params to use in place of the buffer's, of the same dtype. Only for
+      caller_params: Params to use in place of the buffer's, of the same dtype. Only for
         a kind without cards.
-      wanted_checksums: positions of the extents whose checksum as read is requested.
+      wanted_checksums: Positions of the extents whose checksum as read is requested.
     """
 
     extents: Sequence[Extent]
@@ -105,9 +105,9 @@ class KernelNeed:
     """A leaf's requirements for a CSD.
 
     Attributes:
-      codecs: of the master params, then of the slots in the kernel's order, as in
+      codecs: Of the master params, then of the slots in the kernel's order, as in
         `Extent`.
-      dtype: of the params on the JAX device.
+      dtype: Of the params on the JAX device.
     """
 
     leaf: str

@@ -79,7 +79,7 @@ class _HostBuffer:
     """Memory, with the known checksums of the extents in it.
 
     Attributes:
-      checksums: by offset; None for a state that was read and not updated since.
+      checksums: By offset; None for a state that was read and not updated since.
     """
 
     memory: Buffer

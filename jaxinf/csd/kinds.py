@@ -29,11 +29,11 @@ class CsdSpec:
     """The parsed value of `csd=`.
 
     Attributes:
-      kind: one of `CSD_KINDS`.
-      num_buffers: subgroups that an emulated card holds; None for as many as fit.
-      xclbin: the file with the kernels of real cards.
-      num_devices: number of XRT's devices, if they cannot be listed.
-      wrap: returns the fleet to use in place of the opened one, for example one that
+      kind: One of `CSD_KINDS`.
+      num_buffers: Subgroups that an emulated card holds; None for as many as fit.
+      xclbin: The file with the kernels of real cards.
+      num_devices: Number of XRT's devices, if they cannot be listed.
+      wrap: Returns the fleet to use in place of the opened one, for example one that
         calls it at the speed of other hardware; None for the opened one.
     """
 
@@ -65,7 +65,7 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
     the environment variables JAXINF_XCLBIN and JAXINF_XRT_DEVICES.
 
     Raises:
-      ValueError: there is no such kind or option.
+      ValueError: There is no such kind or option.
     """
     kind, _, rest = text.partition(":")
     if kind not in _OPTIONS:
@@ -103,12 +103,12 @@ def open_csds(
     """Opens the CSDs of a store; nothing is written.
 
     Args:
-      roots: existing directories, one for each CSD, on the drives for the chunks.
-      memory_bytes: memory for buffers: on the host for all CSDs together, on cards for
+      roots: Existing directories, one for each CSD, on the drives for the chunks.
+      memory_bytes: Memory for buffers: on the host for all CSDs together, on cards for
         each, including the host memory for that card.
 
     Raises:
-      CsdError: a CSD is missing or not set up; names it and the remedy.
+      CsdError: A CSD is missing or not set up; names it and the remedy.
     """
     fleet: CsdFleet
     if spec.kind == "host":

@@ -60,15 +60,15 @@ def bind_optimizer(
     """Binds a store to an optimizer and a tree; may make the store.
 
     Args:
-      uses_budget: whether the memory budget of `open_store` must hold its state.
+      uses_budget: Whether the memory budget of `open_store` must hold its state.
 
     Returns:
       Whether the store is new, so that every leaf must be initialised.
 
     Raises:
-      StoreMismatchError: the store has another content; shows the difference.
-      StoreSpaceError: there is no room; nothing was written.
-      StaleStateError: there is no store, and none may be made here.
+      StoreMismatchError: The store has another content; shows the difference.
+      StoreSpaceError: There is no room; nothing was written.
+      StaleStateError: There is no store, and none may be made here.
     """
     with engine.binding_lock:
         engine.health.check()

@@ -39,8 +39,8 @@ class ChunkTable:
     """The chunk files of a store, by number in `Manifest.held_chunks`. Thread-safe.
 
     Args:
-      target: the slot that steps write to until the next commit.
-      checksums: of the committed step's chunks, by array name; empty for a new store.
+      target: The slot that steps write to until the next commit.
+      checksums: Of the committed step's chunks, by array name; empty for a new store.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ChunkTable:
         its first read, so that parts of two reads never count as one chunk.
 
         Raises:
-          StoreCorruptError: the chunk is damaged.
+          StoreCorruptError: The chunk is damaged.
         """
         entry, offset = layout.entries[state], layout.subgroup.offset_elements
         actual, expected, when = checksum, self._sums[entry], "as written"

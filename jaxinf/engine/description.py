@@ -49,11 +49,11 @@ class LeafDescription:
     """One leaf, its states and its kernels.
 
     Attributes:
-      record: the leaf without chunks and codecs. Its states are the fp32 master params,
+      record: The leaf without chunks and codecs. Its states are the fp32 master params,
         then the kernel's slots in its order, then the error feedback if gradients are
         compressed with it.
-      gradients: the forms in which its gradients may come.
-      shards: the leaf's shards, with the processes that have each.
+      gradients: The forms in which its gradients may come.
+      shards: The leaf's shards, with the processes that have each.
     """
 
     record: LeafRecord
@@ -72,9 +72,9 @@ class StoreDescription:
     """The leaves of a store, in the order of the flattened params tree.
 
     Attributes:
-      scalar_paths: paths of the scalar state in the optax state.
-      average: codec of the params' average in a new store; empty for none.
-      layout: the places of the stored and the scalar state in the optax state.
+      scalar_paths: Paths of the scalar state in the optax state.
+      average: Codec of the params' average in a new store; empty for none.
+      layout: The places of the stored and the scalar state in the optax state.
     """
 
     leaves: tuple[LeafDescription, ...]
@@ -146,9 +146,9 @@ def describe_store(
     """Describes the store that an optimizer on a tree needs.
 
     Args:
-      update, init: the optimizer, traced on the params.
-      shard_counts: for each leaf, separately updated parts along each dimension.
-      shards: the shards of each leaf; left out by a run of one process.
+      update, init: The optimizer, traced on the params.
+      shard_counts: For each leaf, separately updated parts along each dimension.
+      shards: The shards of each leaf; left out by a run of one process.
     """
     if compression is not None:
         _check_compressible(compression, update)

@@ -36,7 +36,7 @@ def divide_store(
     does what ``jaxinf store copy PATH PATH --processes N`` does, if that is needed.
 
     Args:
-      shardings: a tree of ``NamedSharding`` like the params, as the run will have them.
+      shardings: A tree of ``NamedSharding`` like the params, as the run will have them.
       csd_roots: CSD roots for another number of processes, in which ``{process}`` is
         its number; by default the present ones.
     """

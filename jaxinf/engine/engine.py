@@ -43,18 +43,18 @@ class Engine:
     one. Thread-safe.
 
     Attributes:
-      group: the processes that share the run.
-      health: whether the store can be used, and the failure that stopped it.
-      meters: counters of the bytes on drives and host link.
-      store_lock: the lock on disk, while this process is the store's writer.
-      path_lock: held while a store at this path opens or closes.
-      binding_lock: held while files are made or replaced, or an optimizer is bound.
-      descriptions: the latest descriptions bound to the store, the last one last.
-      shardings: for each leaf, the sharding of the params in the last `init`, on one
+      group: The processes that share the run.
+      health: Whether the store can be used, and the failure that stopped it.
+      meters: Counters of the bytes on drives and host link.
+      store_lock: The lock on disk, while this process is the store's writer.
+      path_lock: Held while a store at this path opens or closes.
+      binding_lock: Held while files are made or replaced, or an optimizer is bound.
+      descriptions: The latest descriptions bound to the store, the last one last.
+      shardings: For each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
-      contents_version: a number that changes when the contents are replaced other than
+      contents_version: A number that changes when the contents are replaced other than
         by a step: initialised again, or loaded.
-      on_close: functions that `close` calls before the workers stop, in order.
+      on_close: Functions that `close` calls before the workers stop, in order.
     """
 
     def __init__(

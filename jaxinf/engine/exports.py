@@ -27,7 +27,7 @@ class ExportInfo:
     """A step that was due for export.
 
     Attributes:
-      problem: why it is not at the URL; empty if it is.
+      problem: Why it is not at the URL; empty if it is.
     """
 
     step: int
@@ -46,9 +46,9 @@ class Exports:
     """The exports of a store since it was opened.
 
     Attributes:
-      infos: the exports that have ended.
-      current_url: the target of the export under way; empty without one.
-      stop: when set, gives up the export under way and later ones.
+      infos: The exports that have ended.
+      current_url: The target of the export under way; empty without one.
+      stop: When set, gives up the export under way and later ones.
     """
 
     def __init__(self, options: StoreOptions, group: Group) -> None:

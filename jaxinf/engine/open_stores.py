@@ -67,26 +67,26 @@ def open_store(
     stopped is opened anew.
 
     Args:
-      path: the store's directory; missing or empty for a new one.
+      path: The store's directory; missing or empty for a new one.
       csds: CSD roots, each on a mounted drive, among which a new store spreads its
         chunks; by default these are in the store itself. An existing store records its
         roots. Bits do not depend on them.
-      csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
+      csd: The processor that updates the chunks: ``"host"`` (the default), the CPU
         beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
         emulated card. Options may follow: see `jaxinf.csd.parse_csd`. A
         `jaxinf.csd.CsdSpec` may wrap the CSDs, for example to emulate another system.
-      memory_bytes: memory on the host that state passes through, or with cards, each
+      memory_bytes: Memory on the host that state passes through, or with cards, each
         card's memory and the host's for its gradients and results; in bytes, or as
         text such as ``"512MiB"`` (the default). On the host, state that fits stays from
         step to step, and is not read again. Only steps that commit write it
         (`durability`), so that rarer commits make drives last.
-      durability: the steps that commit by themselves: ``"step"`` (the default), each;
+      durability: The steps that commit by themselves: ``"step"`` (the default), each;
         a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`, `checkpoint`
         and methods that read the store's state also commit. A crash or an error costs
         the steps since the last commit.
-      restore: a checkpoint to continue from: it becomes the committed step again, and
+      restore: A checkpoint to continue from: it becomes the committed step again, and
         is kept. Later steps are given up, unless a checkpoint keeps them.
-      master: the form of the fp32 master params. With ``"auto"``, the default, fp32
+      master: The form of the fp32 master params. With ``"auto"``, the default, fp32
         params on the JAX device are the master, and bfloat16 params are its upper half:
         a new store keeps 16-bit remainders beside them, so that no bit is lost. Where
         params can be handed over without a copy (on a CPU), a step reads only the
@@ -95,7 +95,7 @@ def open_store(
         parts of an update below their precision are kept on average. float16 params,
         and bfloat16 ones on cards, have a float32 master. An existing store records
         its form.
-      state: the format of the optimizer's float32 state in a new store: ``"fp32"``
+      state: The format of the optimizer's float32 state in a new store: ``"fp32"``
         (the default), unchanged; ``"bf16"``, rounded stochastically; ``"int8"``, in
         blocks of 256 with a scale for each. The update computes in float32 in any case.
         Leaves of fewer than 4,096 elements stay in float32. An existing store records
@@ -105,7 +105,7 @@ def open_store(
         `Store.checkpoint` makes checkpoints. Of those named by their step the last n
         (2 by default) stay, or all with n = 0. A new store is made only if there is
         room for 2 + n states. Without `keep_steps` none is made, and all stay.
-      export_every, export_to: the interval of steps that are exported after their
+      export_every, export_to: The interval of steps that are exported after their
         commit, and the URL (``file://``, ``gs://``, ``s3://``) under which they go to
         ``URL/STEP``. The next update waits for the export; `Store.exports` lists the
         results (docs/checkpoints.md, "Exports beside training"). Exports take some
@@ -117,12 +117,12 @@ def open_store(
     In one run only `csds`, `csd` and `memory_bytes` may differ between processes.
 
     Raises:
-      ValueError: an argument is out of range, or differs from the open store's; or
+      ValueError: An argument is out of range, or differs from the open store's; or
         there is no such checkpoint.
-      CsdError: a card is missing or not set up.
+      CsdError: A card is missing or not set up.
       NotADirectoryError, PermissionError: `path` cannot be a store.
-      StoreLockedError: a live process has the store open; names the process.
-      StoreFormatError: it is not a store, is damaged, or has a newer format.
+      StoreLockedError: A live process has the store open; names the process.
+      StoreFormatError: It is not a store, is damaged, or has a newer format.
     """
     options = {
         "csds": csds,
@@ -227,7 +227,7 @@ def store_of(path: PathLikeStr) -> Store:
     """Returns the open store of a path, for a program that has no variable for it.
 
     Raises:
-      ValueError: no store is open there; lists the open ones.
+      ValueError: No store is open there; lists the open ones.
     """
     store = _find_open(_absolute(path))
     if store is None:

@@ -37,13 +37,13 @@ class StoreOptions:
     """The options of `jaxinf.open_store`. Checked on construction.
 
     Attributes:
-      steps_per_commit: steps from commit to commit; None if only calls commit.
-      rewrites_steps: whether a step may overwrite one that is not committed.
-      keep_every: interval of the steps that are kept as checkpoints; 0 for none.
-      num_kept: number of checkpoints named by their step that stay; 0 for all.
+      steps_per_commit: Steps from commit to commit; None if only calls commit.
+      rewrites_steps: Whether a step may overwrite one that is not committed.
+      keep_every: Interval of the steps that are kept as checkpoints; 0 for none.
+      num_kept: Number of checkpoints named by their step that stay; 0 for all.
 
     Raises:
-      ValueError: an option is invalid; names it.
+      ValueError: An option is invalid; names it.
     """
 
     path: Path

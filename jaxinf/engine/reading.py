@@ -47,7 +47,7 @@ class StateReader(StepReader):
     A step may be under way if it writes nothing that is read here. A context manager.
 
     Args:
-      memory_bytes: memory for reads; by default as much as the store has.
+      memory_bytes: Memory for reads; by default as much as the store has.
     """
 
     def __init__(self, files: StoreFiles, memory_bytes: int | None = None) -> None:
@@ -81,11 +81,11 @@ class StateReader(StepReader):
         """Calls `visit` with the pieces of chunks of a state, from several threads.
 
         Args:
-          dtype: the dtype of the pieces' values.
-          into: targets, as for `stored_pieces`; used if the state has that dtype.
+          dtype: The dtype of the pieces' values.
+          into: Targets, as for `stored_pieces`; used if the state has that dtype.
 
         Raises:
-          StoreError: the drive failed, or a chunk is damaged, perhaps only after its
+          StoreError: The drive failed, or a chunk is damaged, perhaps only after its
             last piece; the store is stopped.
         """
         files, record = self._files, self._files.leaves[leaf]
@@ -111,11 +111,11 @@ class StateReader(StepReader):
         """Reads a box of a leaf's state, or of its average; blocks.
 
         Args:
-          out: the box, of any dtype; it must cover whole chunks
+          out: The box, of any dtype; it must cover whole chunks
             (`SubgroupTable.has_whole_chunks`). Values in the dtype of the store's
             `params` are rounded as these are, others to nearest even.
-          origin: index in the leaf of the first element of `out`.
-          states: number of the state, or the two of `average_states`.
+          origin: Index in the leaf of the first element of `out`.
+          states: Number of the state, or the two of `average_states`.
         """
         files, start, (state, *others) = self._files, tuple(origin), states
         chunks = files.subgroups.chunks_of(leaf, origin, out.shape)
@@ -228,7 +228,7 @@ def read_leaf(files: StoreFiles, number: int, like: Any, *states: int) -> jax.Ar
     while.
 
     Args:
-      like: the leaf's shape, the wanted dtype and, optionally, a sharding.
+      like: The leaf's shape, the wanted dtype and, optionally, a sharding.
     """
     shape, dtype = tuple(like.shape), np.dtype(like.dtype)
     sharding, is_alone = getattr(like, "sharding", None), files.group.is_alone

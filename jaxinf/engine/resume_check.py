@@ -34,7 +34,7 @@ class ResumeCheck:
     """Compares a run's params with the last step, before the run's first update.
 
     Attributes:
-      bound_step: the step of the state that the next update must be given; None until
+      bound_step: The step of the state that the next update must be given; None until
         the run's params are compared.
     """
 

@@ -97,7 +97,7 @@ def check_processes(group: Group, mesh: Any) -> None:
     """Refuses a run of several processes if its store or mesh is not of all of them.
 
     Args:
-      mesh: the params' mesh, maybe an abstract one; None for one JAX device.
+      mesh: The params' mesh, maybe an abstract one; None for one JAX device.
     """
     count, numbers = jax.process_count(), set[int]()
     if count == 1:
@@ -170,8 +170,8 @@ def assemble_shards(parts: jax.Array, *, donates: bool = False) -> jax.Array:
     A collective: if a process comes without its parts, the others wait for ever.
 
     Args:
-      parts: the result of `place_parts`.
-      donates: whether XLA may reuse their memory.
+      parts: The result of `place_parts`.
+      donates: Whether XLA may reuse their memory.
     """
     sharding = parts.sharding
     assert isinstance(sharding, NamedSharding)

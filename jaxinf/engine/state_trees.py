@@ -34,9 +34,9 @@ class _Place(NamedTuple):
     """The place of an optax state's leaf in a store.
 
     Attributes:
-      leaf: number of the params' leaf; None for scalar state.
-      number: number of the leaf's state, or of the scalar.
-      shape, dtype: those of the array; of typed keys, those of their numbers.
+      leaf: Number of the params' leaf; None for scalar state.
+      number: Number of the leaf's state, or of the scalar.
+      shape, dtype: Those of the array; of typed keys, those of their numbers.
     """
 
     name: str

@@ -51,12 +51,12 @@ class StepMetrics:
     """The cost of a committed step.
 
     Attributes:
-      step: number of the step.
-      update_s: time from the first gradient's arrival to the last result.
-      commit_s: time from then until the step was durable, or written.
-      traffic: bytes on drives and host link since the previous step.
-      is_committed: whether it was committed when it ended.
-      hit_share: share of the updated state that was in memory when it was needed.
+      step: Number of the step.
+      update_s: Time from the first gradient's arrival to the last result.
+      commit_s: Time from then until the step was durable, or written.
+      traffic: Bytes on drives and host link since the previous step.
+      is_committed: Whether it was committed when it ended.
+      hit_share: Share of the updated state that was in memory when it was needed.
     """
 
     step: int
@@ -72,7 +72,7 @@ class _Step:
     """A step under way.
 
     Attributes:
-      updated: the tasks of its updates by subgroup, in order; copies that compute
+      updated: The tasks of its updates by subgroup, in order; copies that compute
         nothing, since the tasks themselves hold arrays.
     """
 
@@ -89,13 +89,13 @@ class StepRunner:
     The updates of a step may come in any order.
 
     Args:
-      take_payload: returns a caller's payload for a step that ends.
-      on_replaced: called when a commit has replaced the contents, not by a step.
+      take_payload: Returns a caller's payload for a step that ends.
+      on_replaced: Called when a commit has replaced the contents, not by a step.
 
     Attributes:
-      files: the store's files, with the records of the last steps.
-      resume_check: ties a run's params and state to the last step.
-      metrics: metrics of the last few steps of this process.
+      files: The store's files, with the records of the last steps.
+      resume_check: Ties a run's params and state to the last step.
+      metrics: Metrics of the last few steps of this process.
     """
 
     def __init__(
@@ -122,16 +122,16 @@ class StepRunner:
         """Updates leaves or shards; blocks until every `out` has its result.
 
         Args:
-          step: the step of the caller's state.
-          requests: the updates; short ones take less time together.
+          step: The step of the caller's state.
+          requests: The updates; short ones take less time together.
 
         Returns:
           For each update, whether the gradient is finite.
 
         Raises:
-          StaleStateError: the caller's state is not of the store's step.
-          DivergedParamsError: the caller's params are not the store's.
-          NonFiniteScalarError: a kernel would compute with NaN, and the step overwrites
+          StaleStateError: The caller's state is not of the store's step.
+          DivergedParamsError: The caller's params are not the store's.
+          NonFiniteScalarError: A kernel would compute with NaN, and the step overwrites
             one that is not committed; else `finish` raises it.
         """
         files, nan_names = self.files, name_nan_scalars(self.files, requests)
@@ -208,16 +208,16 @@ class StepRunner:
         next commit.
 
         Args:
-          step: the step of the caller's state.
-          inexact: the greatest difference of each leaf whose 16-bit params at the
+          step: The step of the caller's state.
+          inexact: The greatest difference of each leaf whose 16-bit params at the
             caller are not `UpdateRequest.out` to the bit; the next step does not use
             the caller's.
-          kept: leaves that the step leaves as they are.
-          carry: further arrays by path, which are copied.
-          streams: the cuts of the programs that have computed the step.
+          kept: Leaves that the step leaves as they are.
+          carry: Further arrays by path, which are copied.
+          streams: The cuts of the programs that have computed the step.
 
         Raises:
-          NonFiniteScalarError: the gradients are finite, and a kernel computed with a
+          NonFiniteScalarError: The gradients are finite, and a kernel computed with a
             scalar that is NaN; the step is given up.
         """
         files = self.files

@@ -145,11 +145,11 @@ class Store:
         """Returns the committed master params in the form of the run's params.
 
         Args:
-          like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves; it
+          like: A tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves; it
             gives dtypes and, if it has them, shardings. Integers and objects are
             returned as they are; a Python float is refused.
-          state: the transform state to wait for, as JAX's dispatch is asynchronous.
-          average: whether to return the params' average, or of a schedule-free
+          state: The transform state to wait for, as JAX's dispatch is asynchronous.
+          average: Whether to return the params' average, or of a schedule-free
             optimizer optax's `schedule_free_eval_params`, rounded to nearest even.
 
         Returns:
@@ -176,7 +176,7 @@ class Store:
         be bound to the store in this process, by ``tx.init`` or `jaxinf.stream`.
 
         Args:
-          like: a state of the optax transformation that `jaxinf.smart_update` was
+          like: A state of the optax transformation that `jaxinf.smart_update` was
             given, ``plain.init(params)``, or its shapes by ``jax.eval_shape``, which
             gives dtypes and, if it has them, shardings.
 
@@ -185,7 +185,7 @@ class Store:
 
         Raises:
           StoreMismatchError: `like` has other leaves or shapes than the store.
-          StaleStateError: no optimizer is bound to the store.
+          StaleStateError: No optimizer is bound to the store.
         """
         with self._between_steps() as files:
             return read_state(files, self._engine.layout, like)
@@ -196,15 +196,15 @@ class Store:
         Waits for the steps in flight that this thread has dispatched.
 
         Args:
-          like: a tree like the `carry` that ``tx.update`` was given, or that the
+          like: A tree like the `carry` that ``tx.update`` was given, or that the
             `carry` of `jaxinf.stream` has returned: arrays, or shapes and dtypes.
 
         Returns:
           A tree like `like` with a ``jax.Array`` for each leaf.
 
         Raises:
-          StoreMismatchError: the step carries nothing, or other arrays; names them.
-          StoreCorruptError: an array is damaged.
+          StoreMismatchError: The step carries nothing, or other arrays; names them.
+          StoreCorruptError: An array is damaged.
         """
         with self._between_steps() as files:
             slot = files.chunks.committed
@@ -215,13 +215,13 @@ class Store:
 
         Args:
           state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …
-          leaf: keys of the leaf, joined by ``/``, as `jaxinf inspect` prints them.
+          leaf: Keys of the leaf, joined by ``/``, as `jaxinf inspect` prints them.
 
         Returns:
           An array of the leaf's shape: float32 if the store has it in fewer bits.
 
         Raises:
-          ValueError: no such leaf or state; lists what there is.
+          ValueError: No such leaf or state; lists what there is.
         """
         record = find_leaf(self._manifest, state, leaf)
         stored = record.state(state)
@@ -244,18 +244,18 @@ class Store:
         come from such a store. In a program of several processes all call it.
 
         Args:
-          params: a tree like the params, or their float32 master.
-          opt_state: a tree like the ``init`` of the optax transformation that
+          params: A tree like the params, or their float32 master.
+          opt_state: A tree like the ``init`` of the optax transformation that
             `jaxinf.smart_update` was given; dicts and lists may take the place of named
             tuples. Of leaves of type `jaxinf.typing.DeferredArray`, in both trees, only
             one at a time is in memory.
-          step: number of the step, at least 1.
+          step: Number of the step, at least 1.
 
         Raises:
-          StoreMismatchError: the store is not at step 0, or a leaf is missing, or of
+          StoreMismatchError: The store is not at step 0, or a leaf is missing, or of
             another shape or dtype; names it. Nothing was written.
           StaleStateError: ``tx.init`` was not called.
-          ProcessError: another process failed.
+          ProcessError: Another process failed.
         """
         if not 1 <= step < LAST_STEP:
             raise ValueError(
@@ -278,7 +278,7 @@ class Store:
           an Orbax checkpoint, ``commit.json``.
 
         Raises:
-          ProcessError: another process did not call it after the same step.
+          ProcessError: Another process did not call it after the same step.
         """
         self.wait()
         with contextlib.ExitStack() as stack:
@@ -300,13 +300,13 @@ class Store:
         step; if one does not, or fails, none keeps it.
 
         Args:
-          name: by default the step's number, since Orbax's CheckpointManager lists
+          name: By default the step's number, since Orbax's CheckpointManager lists
             numbers; it replaces a checkpoint of that number, of a run that has gone
             back. Of the numbered ones the latest n stay (`keep_steps` of `open_store`);
             others stay until they are removed.
-          state: the transform state to wait for; by default all that this thread has
+          state: The transform state to wait for; by default all that this thread has
             dispatched, as JAX's dispatch is asynchronous.
-          overwrite: whether to replace a checkpoint of that name, such as ``"best"``.
+          overwrite: Whether to replace a checkpoint of that name, such as ``"best"``.
             It stays until the new one is complete.
 
         Returns:
@@ -314,10 +314,10 @@ class Store:
           and a zarr group; ``open_store(path, restore=name)`` goes on from it.
 
         Raises:
-          ValueError: the name is invalid, or another step's number.
-          StoreMismatchError: a checkpoint of that name exists.
-          StoreSpaceError: the drives have too little room; nothing was made.
-          ProcessError: another process failed, or did not call it after the same step.
+          ValueError: The name is invalid, or another step's number.
+          StoreMismatchError: A checkpoint of that name exists.
+          StoreSpaceError: The drives have too little room; nothing was made.
+          ProcessError: Another process failed, or did not call it after the same step.
         """
         with self._between_steps(state) as files:
             directory, new_name = files.directory, name or str(self.step)
@@ -346,7 +346,7 @@ class Store:
         """Removes a checkpoint and frees its space.
 
         Raises:
-          ValueError: there is no checkpoint of that name.
+          ValueError: There is no checkpoint of that name.
         """
         remove_checkpoint(self._engine.directory, name)
 
@@ -360,7 +360,7 @@ class Store:
         """Blocks until all dispatched steps are finished and durable.
 
         Args:
-          state: the transform state to wait for first.
+          state: The transform state to wait for first.
         """
         raise_kept_interrupt()
         if state is None:
@@ -378,11 +378,11 @@ class Store:
         """Sets the caller's payload for the commit of a future step.
 
         Args:
-          step: the step.
+          step: The step.
           payload: JSON: position in the data, random seeds, ….
 
         Raises:
-          ValueError, TypeError: it is not JSON, or the step is committed already.
+          ValueError, TypeError: It is not JSON, or the step is committed already.
         """
         self._engine.annotate(step, payload)
 
@@ -399,8 +399,8 @@ class Store:
         for, unless an exception is being handled, and given up by Ctrl-C.
 
         Raises:
-          StoreError: it was called in a JAX callback; the store stays open.
-          BaseException: the exception that stopped the store, once, after everything is
+          StoreError: It was called in a JAX callback; the store stays open.
+          BaseException: The exception that stopped the store, once, after everything is
             released, unless another method has raised it before, or an error of JAX is
             being handled.
         """

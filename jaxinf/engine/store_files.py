@@ -55,12 +55,12 @@ class Assignment:
     """The subgroups that another processor updates in place of the host's CSDs.
 
     Attributes:
-      updater: the processor, if there is one: its ``update(csd, buffer, update)``
+      updater: The processor, if there is one: its ``update(csd, buffer, update)``
         computes as `Csd.update` for a gradient that is not sparse, leaves `out` alone,
         and blocks; `num_at_once` updates run at once, each on a thread of its own.
       interval: k if it updates each k-th of the subgroups that it can, 0 for none,
         "auto" while k is measured.
-      subgroups: the subgroups that it updates.
+      subgroups: The subgroups that it updates.
     """
 
     updater: Any = None
@@ -72,16 +72,16 @@ class StoreFiles:
     """The files of an open store, and what moves and updates their chunks.
 
     Args:
-      commit: the committed step's record; None for a store that was just made.
-      fleet: the store's CSDs, which `close` closes.
+      commit: The committed step's record; None for a store that was just made.
+      fleet: The store's CSDs, which `close` closes.
 
     Attributes:
-      chunks: the newest version of each chunk.
-      memory_bytes: the limit of buffers on the host.
-      is_new: whether no step is committed yet; then every leaf must be initialised.
-      commit: the last committed step's record; of a new store one of step 0.
-      finished: the record of the last finished step, which may not be committed yet.
-      assignment: the updates that the CSDs do not compute.
+      chunks: The newest version of each chunk.
+      memory_bytes: The limit of buffers on the host.
+      is_new: Whether no step is committed yet; then every leaf must be initialised.
+      commit: The last committed step's record; of a new store one of step 0.
+      finished: The record of the last finished step, which may not be committed yet.
+      assignment: The updates that the CSDs do not compute.
     """
 
     def __init__(

@@ -299,8 +299,8 @@ class SubgroupTable:
         most requests. State of cards never passes the host.
 
         Args:
-          memory_bytes: the limit of buffers on the host.
-          moved: the subgroups that steps move; None for all.
+          memory_bytes: The limit of buffers on the host.
+          moved: The subgroups that steps move; None for all.
         """
         if self.options.csd.has_cards:
             return frozenset()
@@ -328,10 +328,10 @@ class SubgroupTable:
         """Counts the bytes of state that updates move on drives in a step, on average.
 
         Args:
-          moves: the result of `list_moves`.
-          memory_bytes: the limit of buffers on the host.
-          steps_per_commit: how many steps a deferred write serves.
-          written_through: states that every step writes, even if they are cached.
+          moves: The result of `list_moves`.
+          memory_bytes: The limit of buffers on the host.
+          steps_per_commit: How many steps a deferred write serves.
+          written_through: States that every step writes, even if they are cached.
         """
         moved = {layout.subgroup for layout, *states in moves if any(states)}
         cached, read, written = self.choose_cached(memory_bytes, moved), 0, 0.0

@@ -63,15 +63,15 @@ class UpdateRequest:
     """The arrays of an update of a leaf, or of a JAX device's shard of it.
 
     Attributes:
-      origin: index in the leaf of the arrays' first element.
+      origin: Index in the leaf of the arrays' first element.
       gradient: 16 or 32 bits, or its compressed form; only read.
-      inputs: scalars, and arrays of the gradient's shape.
-      out: of the gradient's shape; float32 receives the update, 16 bits the new params,
+      inputs: Scalars, and arrays of the gradient's shape.
+      out: Of the gradient's shape; float32 receives the update, 16 bits the new params,
         rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
         None if no result is needed.
-      probe: the first few params on the JAX device, to compare with the master, or
+      probe: The first few params on the JAX device, to compare with the master, or
         none.
-      params: the params on the JAX device, of the gradient's shape, if the callback has
+      params: The params on the JAX device, of the gradient's shape, if the callback has
         them. The store's `params` are not read if these equal them to the bit.
       feedback: float32 of the gradient's shape, the error feedback after this step;
         None if it does not change.
@@ -95,12 +95,12 @@ class LeafUpdate:
     """The tasks of an update of a leaf or shard, and what they find.
 
     Args:
-      step: the step after the update.
+      step: The step after the update.
 
     Attributes:
-      tasks: one for each subgroup; they raise `DivergedParamsError` if the caller's
+      tasks: One for each subgroup; they raise `DivergedParamsError` if the caller's
         params differ from the store's.
-      is_finite: whether the gradient is finite; known when the tasks have computed.
+      is_finite: Whether the gradient is finite; known when the tasks have computed.
     """
 
     def __init__(self, files: StoreFiles, request: UpdateRequest, step: int) -> None:
@@ -388,8 +388,8 @@ def list_moves(
     A step's scalars may spare it some of them.
 
     Args:
-      takes_params: whether it takes a caller's params in place of the store's.
-      read_first: names of the states that the step has read before.
+      takes_params: Whether it takes a caller's params in place of the store's.
+      read_first: Names of the states that the step has read before.
     """
     moves, taken = [], {0} if takes_params else set[int]()
     for layout in subgroups.layouts(leaf, origin, extent):

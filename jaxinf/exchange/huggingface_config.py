@@ -92,10 +92,10 @@ class Architecture:
     """The model of a checkpoint.
 
     Attributes:
-      model: our name of the model.
-      fields: the fields of its config, JSON; nested configs are objects.
+      model: Our name of the model.
+      fields: The fields of its config, JSON; nested configs are objects.
       model_type: Hugging Face's name.
-      extra: settings that our model does not use and an export restores: special
+      extra: Settings that our model does not use and an export restores: special
         tokens, names of labels.
     """
 

@@ -57,23 +57,23 @@ class Family:
     In names ``{}`` is a layer's number.
 
     Attributes:
-      model: our name of the model.
+      model: Our name of the model.
       classes: Hugging Face's class for each task.
-      layers: our layer → theirs. A kernel is [out, in] there, [in, out] here.
-      names: our field → theirs, which must have a value or a default.
-      tensors: our leaf → their tensor, for those whose name does not end in
+      layers: Our layer → theirs. A kernel is [out, in] there, [in, out] here.
+      names: Our field → theirs, which must have a value or a default.
+      tensors: Our leaf → their tensor, for those whose name does not end in
         ``.weight``.
-      transposed: whether kernels are [out, in]; GPT-2 has [in, out], too.
-      prefix: prefix of the base model's names, which a bare base model lacks.
-      tied: other names that a file may have for a tensor with shared values.
-      heads: beginnings of our paths that a checkpoint of another task lacks. Below
+      transposed: Whether kernels are [out, in]; GPT-2 has [in, out], too.
+      prefix: Prefix of the base model's names, which a bare base model lacks.
+      tied: Other names that a file may have for a tensor with shared values.
+      heads: Beginnings of our paths that a checkpoint of another task lacks. Below
         each, all leaves exist or none; missing ones are initialised anew.
-      unused: pattern of tensors that are not params: buffers, other tasks' heads.
-      defaults: their field → its value if it is missing.
-      fixed: their field → the value that our model has.
-      implied: our fields whose values follow from this ``model_type``.
-      read: makes further fields of ours from a document with the defaults in it.
-      write: the reverse.
+      unused: Pattern of tensors that are not params: buffers, other tasks' heads.
+      defaults: Their field → its value if it is missing.
+      fixed: Their field → the value that our model has.
+      implied: Our fields whose values follow from this ``model_type``.
+      read: Makes further fields of ours from a document with the defaults in it.
+      write: The reverse.
     """
 
     model: str

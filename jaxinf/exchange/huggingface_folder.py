@@ -63,7 +63,7 @@ class HuggingFaceFolder:
         another task, so that it is new.
 
         Raises:
-          ExchangeError: tensors are missing, too many, or of other shapes.
+          ExchangeError: Tensors are missing, too many, or of other shapes.
         """
         family = self.architecture.family
         names_and_axes = {path: family.find_tensor(path) for path in shapes}
@@ -167,15 +167,15 @@ def export_huggingface(
     `jaxinf_models.pretrained`, give the folder that the params came from.
 
     Args:
-      step, destination, average, options: arguments of `export_safetensors`.
-      dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
+      step, destination, average, options: Arguments of `export_safetensors`.
+      dtype: Dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
         even; by default that of the params on the JAX device.
-      like: a folder of a model with these params; by default the commit names it.
-      beside: further files by name: those of the tokenizer.
+      like: A folder of a model with these params; by default the commit names it.
+      beside: Further files by name: those of the tokenizer.
 
     Raises:
-      ExchangeError: the commit names no model, or one with other leaves.
-      FileExistsError, StoreError: as for `export_safetensors`.
+      ExchangeError: The commit names no model, or one with other leaves.
+      FileExistsError, StoreError: As for `export_safetensors`.
     """
     params = param_arrays(step, average=average)
     architecture, task = (

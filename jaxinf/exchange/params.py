@@ -42,9 +42,9 @@ class ExportOptions:
     """Memory, progress and stop of an export.
 
     Attributes:
-      memory_bytes: memory for data in transit.
-      progress: called with the bytes done and those in all.
-      stop: once it is set, an export to a URL ends with an ExchangeError.
+      memory_bytes: Memory for data in transit.
+      progress: Called with the bytes done and those in all.
+      stop: Once it is set, an export to a URL ends with an ExchangeError.
     """
 
     memory_bytes: int = TRANSIT_BYTES
@@ -57,10 +57,10 @@ class ParamArray:
     """A param of a step, or its average, as a tensor of a file; not read yet.
 
     Attributes:
-      name: the tensor's name; by default the leaf's keys joined by ``.``.
-      dtype: dtype that its elements are rounded to, to nearest even.
+      name: The tensor's name; by default the leaf's keys joined by ``.``.
+      dtype: Dtype that its elements are rounded to, to nearest even.
       adapter: A, B and alpha of the adapter to add.
-      axes: order of the leaf's axes in the tensor; empty for no change.
+      axes: Order of the leaf's axes in the tensor; empty for no change.
     """
 
     step: CommittedStep

@@ -127,14 +127,14 @@ def export_safetensors(
     Adapters of ``jaxinf.train --lora`` are added to their matrices.
 
     Args:
-      destination: a directory that does not exist yet.
-      options: memory and progress; by default 256 MiB.
-      average: whether the params' average is written in their place.
+      destination: A directory that does not exist yet.
+      options: Memory and progress; by default 256 MiB.
+      average: Whether the params' average is written in their place.
 
     Raises:
-      FileExistsError: the destination exists.
-      ExchangeError: the step has no average.
-      StoreError: there is no room, a chunk is damaged, the step cannot be read, or the
+      FileExistsError: The destination exists.
+      ExchangeError: The step has no average.
+      StoreError: There is no room, a chunk is damaged, the step cannot be read, or the
         destination not written.
     """
     tensors = param_arrays(step, average=average)

@@ -44,7 +44,7 @@ class TensorLeaf(DeferredArray):
     """A leaf of params, read from a tensor when it is used.
 
     Args:
-      axes: order of the tensor's axes in the leaf; empty for no change.
+      axes: Order of the tensor's axes in the leaf; empty for no change.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ def path_within(folder: Path, name: str) -> Path:
     ``snapshots/REVISION``, it may lead to a file of ``blobs``, too.
 
     Raises:
-      ExchangeError: the name is a link, or behind one, that leads elsewhere.
+      ExchangeError: The name is a link, or behind one, that leads elsewhere.
     """
     path, root = folder / name, Path(os.path.realpath(folder))
     target = Path(os.path.realpath(path))

@@ -64,14 +64,14 @@ class ObjectStore:
 
     Args:
       url: ``file:///directory``, ``gs://bucket/path`` or ``s3://bucket/path``.
-      stop: once it is set, methods raise ExchangeError.
+      stop: Once it is set, methods raise ExchangeError.
 
     Attributes:
-      where: the URL as it may be shown.
-      directory: the directory of a ``file://`` URL.
+      where: The URL as it may be shown.
+      directory: The directory of a ``file://`` URL.
 
     Raises:
-      ExchangeError: the URL is of another kind, or the place refuses an action.
+      ExchangeError: The URL is of another kind, or the place refuses an action.
     """
 
     def __init__(self, url: str, stop: threading.Event | None = None) -> None:
@@ -185,7 +185,7 @@ class ExportManifest(Document, frozen=True):
 
     Attributes:
       commit: CRC-32C of the step's ``commit.json``.
-      objects: bytes and CRC-32C of each object by name, but for this one.
+      objects: Bytes and CRC-32C of each object by name, but for this one.
     """
 
     format: Literal["jaxinf export"]
@@ -239,15 +239,15 @@ def export_url(
     differs.
 
     Args:
-      step: the step to export, with all chunks.
-      url: a place with nothing else; see `ObjectStore`.
-      beside: further files by name, which a copy from there puts into the store.
-      options: memory and progress; by default 256 MiB.
+      step: The step to export, with all chunks.
+      url: A place with nothing else; see `ObjectStore`.
+      beside: Further files by name, which a copy from there puts into the store.
+      options: Memory and progress; by default 256 MiB.
 
     Raises:
-      ExchangeError: the place cannot be used, or has another export or other objects.
-      ValueError: too little memory; says how much is needed.
-      StoreError: there is no room, a chunk is damaged, or the step cannot be read.
+      ExchangeError: The place cannot be used, or has another export or other objects.
+      ValueError: Too little memory; says how much is needed.
+      StoreError: There is no room, a chunk is damaged, or the step cannot be read.
     """
     manifest, options = step.manifest, options or ExportOptions()
     place, chunks = ObjectStore(url, options.stop), list(manifest.held_chunks())
@@ -362,9 +362,9 @@ def export_source(url: str, memory_bytes: int = TRANSIT_BYTES) -> CopySource:
     """Returns the step of an `export_url`, whose objects are all there; blocks.
 
     Raises:
-      ExchangeError: there is no whole export; names objects that are gone or torn.
-      StoreFormatError: its manifest or record is of another format.
-      ValueError: too little memory; says how much is needed.
+      ExchangeError: There is no whole export; names objects that are gone or torn.
+      StoreFormatError: Its manifest or record is of another format.
+      ValueError: Too little memory; says how much is needed.
     """
     place = ObjectStore(url)
     export = _read_complete_manifest(place)

@@ -41,10 +41,10 @@ class Checksums:
     then their scales or remainders.
 
     Attributes:
-      wants_before: for each stored array, whether its checksum before the update is
+      wants_before: For each stored array, whether its checksum before the update is
         requested; empty for none.
-      wants_after: the same for the checksum after the update.
-      before: the CRC-32C of each array before the update, 0 if not requested; set by
+      wants_after: The same for the checksum after the update.
+      before: The CRC-32C of each array before the update, 0 if not requested; set by
         the run, as is `after`.
     """
 

@@ -56,11 +56,11 @@ class CardArgument:
     """One argument of a card kernel.
 
     Attributes:
-      name: for example ``mu_in``.
-      kind: a pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
-      type: dtype of the memory, or of the scalar, whose bits are passed.
-      is_output: whether the kernel only writes the memory.
-      count: the unit of the memory's length: the subgroup's elements, those selected by
+      name: For example ``mu_in``.
+      kind: A pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
+      type: Dtype of the memory, or of the scalar, whose bits are passed.
+      is_output: Whether the kernel only writes the memory.
+      count: The unit of the memory's length: the subgroup's elements, those selected by
         top-k, the scales of its blocks, the table of estimates, or the status.
     """
 
@@ -89,11 +89,11 @@ class CardStatus:
     """A kernel's report.
 
     Attributes:
-      has_valid_indices: whether top-k's positions ascend and lie in the subgroup; true
+      has_valid_indices: Whether top-k's positions ascend and lie in the subgroup; true
         without top-k.
       checksums_read: CRC-32C (`jaxinf.transfer.crc32c`) of each extent as read, without
         padding: master params, then the slots, each followed by its scales.
-      checksums_written: the same for the extents as written.
+      checksums_written: The same for the extents as written.
     """
 
     is_finite: bool
@@ -107,15 +107,15 @@ class CardKernel:
     """A kernel of a card, with the literals of one optimizer.
 
     Attributes:
-      body: the source in ``generated/`` without its suffix.
+      body: The source in ``generated/`` without its suffix.
       gradient: ``f32``, ``bf16`` or ``f16``.
       out: ``update``: optax's u, float32; ``bf16`` or ``f16``: the new params, rounded
         to nearest even.
       state: ``f32``; ``bf16`` or ``int8``: the store's codec.
-      is_sparse: whether the gradient comes as top-k values and positions.
-      has_rsqrt: whether it takes the host's `rsqrt_estimates`.
-      constants: the body's literals, 32 bits each.
-      scalar_types: dtypes of the prologue's scalars.
+      is_sparse: Whether the gradient comes as top-k values and positions.
+      has_rsqrt: Whether it takes the host's `rsqrt_estimates`.
+      constants: The body's literals, 32 bits each.
+      scalar_types: Dtypes of the prologue's scalars.
     """
 
     body: str
@@ -192,9 +192,9 @@ class CardKernel:
         """Returns the scalar arguments as signed 32-bit integers, as pyxrt needs them.
 
         Args:
-          rounding_key: slot i rounds with ``rounding_key + 1 + i``, as on the host.
-          rounding_first: number of the subgroup's first element in its chunk.
-          num_selected: number of elements that top-k sends.
+          rounding_key: Slot i rounds with ``rounding_key + 1 + i``, as on the host.
+          rounding_first: Number of the subgroup's first element in its chunk.
+          num_selected: Number of elements that top-k sends.
         """
         assert 0 < num_elements < 1 << 31, self.name
         words = [num_elements, *([num_selected] if self.is_sparse else [])]
@@ -227,7 +227,7 @@ def card_kernel(
     """Returns the card kernel that computes a leaf's update; see `CardKernel`.
 
     Raises:
-      UnsupportedTransformError: cards have no kernel for this optimizer.
+      UnsupportedTransformError: Cards have no kernel for this optimizer.
     """
     body, constants = _find_body(kernel)
     return CardKernel(
@@ -255,7 +255,7 @@ def named_card_kernel(name: str) -> CardKernel:
     """Returns the card kernel of a name, with the literals of some optimizer.
 
     Raises:
-      ValueError: there is no such kernel.
+      ValueError: There is no such kernel.
     """
     tables = _GRADIENT_DTYPES, _OUT_DTYPES, _CODECS
     kinds = "_".join(f"({'|'.join(table)})" for table in tables)

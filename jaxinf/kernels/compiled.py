@@ -74,7 +74,7 @@ class CompiledKernel:
             None: nobody wants them.
           caller_params: ``(n,)`` params that replace the stored ones before the update:
             float32, or the codes' dtype.
-          checksums: requests checksums, and receives them.
+          checksums: Requests checksums, and receives them.
 
         Returns:
           Whether the whole gradient is finite. If not, the caller must discard
@@ -153,8 +153,8 @@ def compiled(kernel: Kernel) -> CompiledKernel:
     The caller blocks while it is compiled, for `toolchain.cache_directory`.
 
     Raises:
-      UnsupportedTransformError: the kernel computes with integers below 32 bits.
-      CsdError: there is no compiler for it, the compiler failed, or this processor is
+      UnsupportedTransformError: The kernel computes with integers below 32 bits.
+      CsdError: There is no compiler for it, the compiler failed, or this processor is
         not supported.
     """
     with _LOCK:  # one thread compiles it, and the others wait

@@ -97,7 +97,7 @@ def _fold(kernel: Kernel, decisions: _Decisions, zeros: tuple[bool, ...]) -> Ker
     """Replaces what scalars decide; equations that nothing needs any more stay.
 
     Args:
-      zeros: for each scalar, whether it is replaced by zero.
+      zeros: For each scalar, whether it is replaced by zero.
     """
     values: list[Operand] = []
     equations: list[Equation] = []

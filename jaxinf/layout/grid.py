@@ -191,8 +191,8 @@ def choose_grid(
     """Chooses the chunk grid of a leaf.
 
     Args:
-      shard_counts: shards along each dimension, which divide it; None is one shard.
-      max_chunk_elements: wanted limit of a chunk's stored elements, 4 Mi by default.
+      shard_counts: Shards along each dimension, which divide it; None is one shard.
+      max_chunk_elements: Wanted limit of a chunk's stored elements, 4 Mi by default.
         Chunks have up to 16 times as many where odd dimensions would otherwise take
         very many files; a limit below 4,096 is exceeded as well.
 

@@ -27,9 +27,9 @@ def gather(
     """Returns a run of a chunk from an array that holds the chunk.
 
     Args:
-      block_source: array of any dtype and layout that contains the whole chunk.
-      origin: leaf index of `block_source[0, …, 0]`.
-      offset_elements: start of the run within the chunk.
+      block_source: Array of any dtype and layout that contains the whole chunk.
+      origin: Leaf index of `block_source[0, …, 0]`.
+      offset_elements: Start of the run within the chunk.
 
     Returns:
       1-D array: a view of the source where the run is contiguous in it, else a copy.

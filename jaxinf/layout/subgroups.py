@@ -61,7 +61,7 @@ def deal_chunks(
     once. The result, the number that has each chunk, is the same everywhere.
 
     Args:
-      holders: for each chunk the numbers that may have it; by default all.
+      holders: For each chunk the numbers that may have it; by default all.
     """
     loads, dealt = [0] * num, [0] * len(chunk_bytes)
 

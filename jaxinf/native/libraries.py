@@ -30,8 +30,8 @@ def load_function(source: str, level: str, compiler: str | None = None) -> Any:
     is not used. The caller sets the argument types.
 
     Raises:
-      CompilerError: there is no compiler, or it failed.
-      OSError: see `cached_library`.
+      CompilerError: There is no compiler, or it failed.
+      OSError: See `cached_library`.
     """
     if compiler is None:
         library, name = open_prebuilt(level), toolchain.entry_point(source)
@@ -65,8 +65,8 @@ def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
     Several processes may compile the same library at once; the last file stays.
 
     Raises:
-      CompilerError: the compiler failed.
-      OSError: the cache cannot be written, or others can write to it.
+      CompilerError: The compiler failed.
+      OSError: The cache cannot be written, or others can write to it.
     """
     directory = toolchain.cache_directory() / "kernels"
     path = directory / f"{key}.so"

@@ -130,8 +130,8 @@ def compiler_command(
     """Returns the beginning of a command line: the compiler, for a processor.
 
     Args:
-      level: one of `LEVELS`, or None for the compiler's default.
-      target: another machine for Zig to compile for, as in `compile_package`.
+      level: One of `LEVELS`, or None for the compiler's default.
+      target: Another machine for Zig to compile for, as in `compile_package`.
     """
     if not is_zig(compiler):
         return [compiler, *([f"-march={level}"] if level else [])]
@@ -165,7 +165,7 @@ def compile_package(
     """Compiles `GENERATED` and `HELPERS` into one library, for a wheel.
 
     Args:
-      target: another machine for Zig to compile for, e.g. ``aarch64-linux-gnu.2.28``,
+      target: Another machine for Zig to compile for, e.g. ``aarch64-linux-gnu.2.28``,
         where the number is the oldest version of glibc.
     """
     lines = ['#include "shell.hpp"', ""]

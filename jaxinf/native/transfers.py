@@ -22,9 +22,9 @@ def move(files: Sequence[Path], places: "array[int]", *, writes: bool) -> Sequen
     """Moves bytes between files and memory by direct I/O; releases the GIL; blocks.
 
     Args:
-      places: for each transfer the address in memory, the offset in the file and the
+      places: For each transfer the address in memory, the offset in the file and the
         number of bytes; the first two are multiples of the page.
-      writes: whether to write to the files, with zeros up to the end of the last page.
+      writes: Whether to write to the files, with zeros up to the end of the last page.
 
     Returns:
       The bytes moved by each transfer, -1 if it is left to the caller: all of them

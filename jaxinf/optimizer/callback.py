@@ -61,7 +61,7 @@ def check_device_configuration() -> None:
     arguments. When all threads wait in callbacks, it hangs (jax 0.10, 0.12).
 
     Raises:
-      DeviceConfigurationError: names the variable to set; or JAX has no CPU backend,
+      DeviceConfigurationError: Names the variable to set; or JAX has no CPU backend,
         which callbacks need.
     """
     platforms = getattr(jax.config, "jax_platforms", None) or ""
@@ -90,8 +90,8 @@ class HostCallback:
     """A host function whose exception stops the store.
 
     Attributes:
-      stop: gets the exception of a call that JAX raises.
-      report: gets one that the program learns of by other means.
+      stop: Gets the exception of a call that JAX raises.
+      report: Gets one that the program learns of by other means.
     """
 
     function: HostFunction
@@ -149,8 +149,8 @@ def call_host(
     when it was traced, each gets all of the arguments, and the first one calls.
 
     Args:
-      avals: shapes and dtypes of the results.
-      is_local: whether the call is under ``shard_map``, so that XLA does not partition
+      avals: Shapes and dtypes of the results.
+      is_local: Whether the call is under ``shard_map``, so that XLA does not partition
         its computation.
     """
     if is_local:
@@ -200,7 +200,7 @@ def call_owner(
     zeros. `arguments` and `avals` are as for `call_host`.
 
     Args:
-      shares: whether the other devices wait for the results' bits, in a collective; if
+      shares: Whether the other devices wait for the results' bits, in a collective; if
         not, they go on at once with zeros.
     """
     axes = tuple(name for name in axes if mesh.shape[name] > 1)

@@ -114,10 +114,10 @@ class StepEnd(NamedTuple):
     """The arrays with which a step ends.
 
     Attributes:
-      step, skipped_steps: the state's before the step.
-      differences: for each leaf with 16-bit params the greatest difference of the
+      step, skipped_steps: The state's before the step.
+      differences: For each leaf with 16-bit params the greatest difference of the
         updated ones from the store's.
-      scalars: the new scalar state.
+      scalars: The new scalar state.
     """
 
     step: Any
@@ -176,7 +176,7 @@ class HostFunctions:
         """Callback before a step: tells whether params must be compared with the store.
 
         Args:
-          waits: whether to wait for an export here. An update would wait while other
+          waits: Whether to wait for an export here. An update would wait while other
             JAX devices wait in a collective, and XLA ends the process after 40 s.
         """
         engine = self.engine
@@ -321,10 +321,10 @@ class HostFunctions:
         """Callback: ends the step when every leaf has been updated.
 
         Args:
-          order: leaves in the order of the statuses.
-          measured: leaves in the order of the differences.
-          kept: leaves that have no gradient.
-          paths: names of the carried arrays.
+          order: Leaves in the order of the statuses.
+          measured: Leaves in the order of the differences.
+          kept: Leaves that have no gradient.
+          paths: Names of the carried arrays.
         """
         engine, step = self.engine, int(end.step)
         statuses = np.empty_like(end.statuses)

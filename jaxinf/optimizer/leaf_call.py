@@ -83,15 +83,15 @@ class LeafCall:
     """The data of a leaf for the host; on a mesh, each JAX device sends its shard's.
 
     Attributes:
-      shape: the whole leaf's.
-      is_kept: whether the leaf has no gradient, and stays as it is.
-      scalar_places: for each scalar of the kernel its place in `HostCall.scalars`.
-      gradient: dense or compressed; None in `init`.
-      params: params on the JAX device; None if the host does not need them.
-      inputs: other inputs of the kernel, of the gradient's shape.
+      shape: The whole leaf's.
+      is_kept: Whether the leaf has no gradient, and stays as it is.
+      scalar_places: For each scalar of the kernel its place in `HostCall.scalars`.
+      gradient: Dense or compressed; None in `init`.
+      params: Params on the JAX device; None if the host does not need them.
+      inputs: Other inputs of the kernel, of the gradient's shape.
       feedback: float32, the sum of elements not sent; None without error feedback.
       gate: int32, whether the leaf may be updated; None if it always may.
-      probe: the first few params, if the host does not get all.
+      probe: The first few params, if the host does not get all.
     """
 
     number: int
@@ -148,11 +148,11 @@ class HostCall(NamedTuple):
     """The data of one call of the host.
 
     Attributes:
-      scalars: the prologue's scalars for the kernels.
+      scalars: The prologue's scalars for the kernels.
       step: int32, the state's step; None in `init`.
       device: int32, position of the JAX device along each axis of the mesh; None
         without a mesh.
-      after: arrays that must be ready before the call; they are not used.
+      after: Arrays that must be ready before the call; they are not used.
     """
 
     leaves: tuple[LeafCall, ...]
@@ -211,7 +211,7 @@ class HostResult(NamedTuple):
     """The results that a call of the host fills.
 
     Attributes:
-      arrays: for each leaf the fp32 update or the new 16-bit params, in `init` the
+      arrays: For each leaf the fp32 update or the new 16-bit params, in `init` the
         error feedback; None for a kept leaf.
       statuses: int32, one for each leaf, in one array: a slice for each would take
         XLA long to compile.
@@ -236,10 +236,10 @@ def send_call(
     """Calls the host with leaves, shard by shard; traceable.
 
     Args:
-      call: whole leaves, all sharded over the same axes.
-      dtypes: the dtype of each leaf's result; None for no result.
-      compress: compresses a leaf's call on the device that has its gradient's shard.
-      shares: as for `call_owner`.
+      call: Whole leaves, all sharded over the same axes.
+      dtypes: The dtype of each leaf's result; None for no result.
+      compress: Compresses a leaf's call on the device that has its gradient's shard.
+      shares: As for `call_owner`.
 
     Returns:
       Arrays sharded like their leaves, and the greatest status of all shards.

@@ -103,7 +103,7 @@ def guard_arrays(name: str, tree: _Tree) -> _Tree:
     A ``vmap`` over one run has no effect on them. Traceable.
 
     Raises:
-      ValueError: the call is in ``pmap`` or ``shard_map``. Under ``vmap`` and ``grad``
+      ValueError: The call is in ``pmap`` or ``shard_map``. Under ``vmap`` and ``grad``
         JAX raises it when it transforms the computation.
     """
     axes = {axis: size for axis, size in compat.manual_axes().items() if size > 1}
@@ -171,8 +171,8 @@ class OffloadedOptimizer:
     """An optimizer and the store of its state.
 
     Attributes:
-      given_shardings: the caller's shardings of the params' leaves; may be empty.
-      example_args: examples of extra arguments of the optimizer's update.
+      given_shardings: The caller's shardings of the params' leaves; may be empty.
+      example_args: Examples of extra arguments of the optimizer's update.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -221,7 +221,7 @@ class OffloadedOptimizer:
         """Divides the optimizer between JAX and the store, and describes the store.
 
         Raises:
-          DeviceConfigurationError: the mesh is not one of all processes of the run.
+          DeviceConfigurationError: The mesh is not one of all processes of the run.
         """
         init, update = self._trace_programs(params, extra_args)
         group = self.engine.group

@@ -27,9 +27,9 @@ class StoredNode:
     """A stored array's node in the state that JAX sees: a tree without leaves.
 
     Attributes:
-      leaf: the name of the params' leaf, its keys joined by ``/``.
-      slot: the array's name among those of the leaf, such as ``mu``.
-      dtype: the array's dtype in optax; the store may keep it in fewer bits.
+      leaf: The name of the params' leaf, its keys joined by ``/``.
+      slot: The array's name among those of the leaf, such as ``mu``.
+      dtype: The array's dtype in optax; the store may keep it in fewer bits.
     """
 
     leaf: str
@@ -107,7 +107,7 @@ class SmartUpdateState(_Fields):
     Attributes:
       step: int32, the store's committed step that this state belongs to.
       skipped_steps: int32, steps skipped for a non-finite gradient.
-      optimizer: optax's own state, with a `StoredArray` in the place of each stored
+      optimizer: Optax's own state, with a `StoredArray` in the place of each stored
         array; counts and hyperparameters are there to read (and hyperparameters to
         set). Its attributes are this state's, too: `state.hyperparams`,
         `state.gradient_step`, `state.acc_grads`. JAX sees nothing of a stored array.
@@ -165,9 +165,9 @@ class InitResult(NamedTuple):
     """What `init` computes and reads.
 
     Attributes:
-      initial: the optimizer's first scalar state.
-      stored: step, skipped steps and scalar state of the store's last step.
-      feedback: the error feedback of each leaf; may be empty.
+      initial: The optimizer's first scalar state.
+      stored: Step, skipped steps and scalar state of the store's last step.
+      feedback: The error feedback of each leaf; may be empty.
     """
 
     initial: Sequence[jax.Array]
@@ -208,7 +208,7 @@ def next_state(
     """Makes the state after a step.
 
     Args:
-      scalars, feedback: the leaves of a committed step.
+      scalars, feedback: The leaves of a committed step.
     """
     is_committed = verdict == COMMITTED
 

@@ -57,28 +57,28 @@ def smart_update(
     ``smart_update(optax.MultiSteps(tx, k), store)``.
 
     Args:
-      tx: any transformation that is elementwise over its stored state.
-      store: from `jaxinf.open_store`, or a path to open with its defaults.
+      tx: Any transformation that is elementwise over its stored state.
+      store: From `jaxinf.open_store`, or a path to open with its defaults.
       average: `jaxinf.ema`: a moving average of the params, kept in the store and
         updated with them. `Store.params` reads it with ``average=True``.
       compress: `jaxinf.top_k`: only the largest elements of each gradient are sent, the
         rest counts as zero. Quantities that `tx` computes from all gradients, such as
         their norm, are computed from the dense ones.
-      nonfinite: the effect of a gradient with NaN or Inf. ``"error"``: the step is
+      nonfinite: The effect of a gradient with NaN or Inf. ``"error"``: the step is
         refused and the store stops. ``"skip"``: updates are zero, and the step counts
         in `skipped_steps`; for a loss scale such as Flax's ``DynamicScale``, whose
         first gradients may be Inf. ``"allow"``: gradients are not checked, for chains
         that treat NaN themselves, such as with ``optax.apply_if_finite`` around them.
-      on_existing: the action of `init` on a store that has steps. ``"resume"`` returns
+      on_existing: The action of `init` on a store that has steps. ``"resume"`` returns
         the state of the store's last step. A program may also restore params and state
         of that step from its own checkpoint, which the first `update` compares with the
         store's. ``"restart"`` keeps the existing run as a checkpoint and starts anew,
         with the same leaves and optimizer. ``"error"`` raises.
-      shardings: tree of ``NamedSharding`` like the params, for when `init` runs under
+      shardings: Tree of ``NamedSharding`` like the params, for when `init` runs under
         ``jit`` or ``eval_shape``; by default those of the params that `init` is given.
-      extra_args: example values for a transformation whose `update` needs extra
+      extra_args: Example values for a transformation whose `update` needs extra
         arguments; only shapes and dtypes count.
-      updates: the dtype of updates of 16-bit params. ``"gradient"``: the gradient's, as
+      updates: The dtype of updates of 16-bit params. ``"gradient"``: the gradient's, as
         optax promises, if that is also the params'. Where such an update cannot lead
         exactly to the rounded master (an element loses more than half of its magnitude,
         or changes its sign), the params are one rounding of the update away from it
@@ -94,8 +94,8 @@ def smart_update(
       keys, counters; `Store.carried` returns them.
 
     Raises:
-      UnsupportedTransformError: from `init` and `update`, if `tx` is not elementwise.
-      ValueError: an argument is out of range, or the store cannot keep the requested
+      UnsupportedTransformError: From `init` and `update`, if `tx` is not elementwise.
+      ValueError: An argument is out of range, or the store cannot keep the requested
         error feedback.
     """
     check_choice("nonfinite", nonfinite, NonFinitePolicy)

@@ -270,8 +270,8 @@ class _StepCalls:
         """Ends the step when all leaves are updated; returns the verdict.
 
         Args:
-          statuses: the result of `update`.
-          differences: by leaf, the second result of `compute_update`.
+          statuses: The result of `update`.
+          differences: By leaf, the second result of `compute_update`.
         """
         # XLA schedules the calls in this order, that of the tree.
         leaves = [leaf for call in reversed(calls) for leaf in call.leaves]
@@ -449,9 +449,9 @@ def compute_update(
     update away from the store's, and the next step must not use them in place of those.
 
     Args:
-      result: the new params of 16 bits, or the float32 update; None for a leaf that
+      result: The new params of 16 bits, or the float32 update; None for a leaf that
         stays as it is.
-      dtype: dtype of the update of 16-bit params.
+      dtype: Dtype of the update of 16-bit params.
 
     Returns:
       The update, None without a result; and for 16 bits the greatest difference,

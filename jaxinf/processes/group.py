@@ -50,10 +50,10 @@ class Group:
     and only one `barrier`.
 
     Args:
-      where: the path of the run, for messages.
+      where: The path of the run, for messages.
       service: None in a program of one process, or if each process has its own store.
-      session: id of the group, the same in all processes.
-      limit_s: the longest silence of a process; by default `LIMIT_S`.
+      session: Id of the group, the same in all processes.
+      limit_s: The longest silence of a process; by default `LIMIT_S`.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Group:
         """Returns the values of all processes, in their order.
 
         Args:
-          what: the subject, for messages.
-          make: makes this process's value. If it raises, the exception is raised here,
+          what: The subject, for messages.
+          make: Makes this process's value. If it raises, the exception is raised here,
             and a ProcessError that tells it in the others.
         """
         if self.service is None:
@@ -146,7 +146,7 @@ class Group:
         If a process failed, or did not come in time, none goes on that sees this.
 
         Args:
-          what: what is not done if one does not come, for messages.
+          what: What is not done if one does not come, for messages.
         """
         if self.service is None:
             return
@@ -329,8 +329,8 @@ class Group:
         """Starts to tell the others from time to time that this process works.
 
         Args:
-          progress: returns a number that changes as long as this process works.
-          ended: when to stop; by default when it leaves.
+          progress: Returns a number that changes as long as this process works.
+          ended: When to stop; by default when it leaves.
 
         Returns:
           The thread that does it; None if there are no others.
@@ -400,7 +400,7 @@ def all_processes(name: str, *, limit_s: float | None = None) -> Group:
     """Returns the group of all processes of the program.
 
     Args:
-      name: what its messages begin with, the same in all processes.
+      name: What its messages begin with, the same in all processes.
     """
     return Group(name, compat.coordination(), name, limit_s=limit_s)
 

@@ -92,7 +92,7 @@ class Kernel:
       slots: Names of the slots, the arrays that the optimizer keeps for a leaf.
       scalar_dtypes: Dtypes in which prologue scalars come (32-bit or bool).
       array_dtypes: Dtypes of the prologue's arrays, one element per leaf element.
-      update: optax's update `u` (float32); None where it is the literal zero,
+      update: Optax's update `u` (float32); None where it is the literal zero,
         and for a first state, which does not depend on the old one.
       reciprocals: For each scalar, whether XLA multiplies by its reciprocal instead of
         dividing by it. It does if the scalar is broadcast and has no other use in the

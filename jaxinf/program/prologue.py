@@ -22,7 +22,7 @@ class LeafInputs:
 
     Attributes:
       scalars: 0-d: float32, int32, uint32 or bool, as ``Kernel.scalar_dtypes``.
-      arrays: of the leaf's shape, or 1-D as long as a subgroup; almost always none.
+      arrays: Of the leaf's shape, or 1-D as long as a subgroup; almost always none.
     """
 
     scalars: tuple[Any, ...] = ()

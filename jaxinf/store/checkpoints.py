@@ -83,9 +83,9 @@ def save_checkpoint(
     complete and durable.
 
     Raises:
-      ValueError: the name is not valid, or is another step's number.
-      StoreMismatchError: there is a checkpoint of that name.
-      StoreSpaceError: the drives have too little room; nothing was made.
+      ValueError: The name is not valid, or is another step's number.
+      StoreMismatchError: There is a checkpoint of that name.
+      StoreSpaceError: The drives have too little room; nothing was made.
     """
     new = f"checkpoints/.new-{uuid.uuid4().hex}"
     with _locked(directory) as directory, contextlib.ExitStack() as undo:

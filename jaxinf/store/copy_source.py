@@ -67,14 +67,14 @@ def store_source(
     """Yields the committed step of a store or a run, or a checkpoint, to copy it.
 
     Args:
-      path: a store, a run whose members can all be seen, or a checkpoint's directory.
-      checkpoint: name of a checkpoint to copy in place of the committed step.
-      holds: whether this process becomes the only writer; otherwise a run may go on.
-      checkpoints: whether the checkpoints that all members have are copied as well.
+      path: A store, a run whose members can all be seen, or a checkpoint's directory.
+      checkpoint: Name of a checkpoint to copy in place of the committed step.
+      holds: Whether this process becomes the only writer; otherwise a run may go on.
+      checkpoints: Whether the checkpoints that all members have are copied as well.
 
     Raises:
-      StoreLockedError: with `holds`, a run or another reader has the store open.
-      StoreError, ProcessError, ValueError: there is no such step of all members.
+      StoreLockedError: With `holds`, a run or another reader has the store open.
+      StoreError, ProcessError, ValueError: There is no such step of all members.
     """
     if (path / "commit.json").is_file():
         store, folder = path.parent.parent, path.parent.name

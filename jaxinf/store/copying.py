@@ -84,18 +84,18 @@ def copy_step(
     and to fewer bits they are rounded as a step would.
 
     Args:
-      source: the steps to copy, of `store_source` or an export.
-      target: a missing path or an empty directory; or the path of the source's own
+      source: The steps to copy, of `store_source` or an export.
+      target: A missing path or an empty directory; or the path of the source's own
         stores if this process holds them, which the new ones then replace.
-      layout: formats, CSD roots, number of processes and shards of the new store.
-      progress: called with the bytes of elements done and in all.
+      layout: Formats, CSD roots, number of processes and shards of the new store.
+      progress: Called with the bytes of elements done and in all.
 
     Returns:
       The bytes that it wrote; links take none.
 
     Raises:
-      ValueError: a number, a root or a format is wrong.
-      StoreError: something else is at the target, chunks cannot be recoded on a new
+      ValueError: A number, a root or a format is wrong.
+      StoreError: Something else is at the target, chunks cannot be recoded on a new
         grid, there is no room, or a chunk is damaged; then there is no copy.
     """
     target = Path(os.path.realpath(target))

@@ -80,10 +80,10 @@ class StoreDirectory:
     """The files of one store. Thread-safe; `StoreLock` locks out other processes.
 
     Attributes:
-      lock: the writer's lock, if this process is the writer. While it is held, no other
+      lock: The writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
-      publish_lock: path of the file that is locked by a flip and by a snapshot.
-      csd_directories: the store's directory on each CSD; without CSDs the store.
+      publish_lock: Path of the file that is locked by a flip and by a snapshot.
+      csd_directories: The store's directory on each CSD; without CSDs the store.
     """
 
     def __init__(

@@ -135,9 +135,9 @@ def place_chunks(
     """Returns the manifest of a new store, whose chunks are dealt to CSDs.
 
     Args:
-      contents: leaves and kernels; its CSDs do not count.
+      contents: Leaves and kernels; its CSDs do not count.
       csd_roots: CSD roots for the chunks; empty for the store itself.
-      member, owners: in a run the store's part, and by leaf the member of each chunk.
+      member, owners: In a run the store's part, and by leaf the member of each chunk.
     """
     leaves, sizes = list[LeafRecord](), list[int]()
     for number, leaf in enumerate(contents.leaves):

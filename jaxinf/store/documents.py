@@ -75,14 +75,14 @@ def read_document(
     """Reads a document, and checks its seal and its types; a link is not followed.
 
     Args:
-      what: the expected document, for the error.
-      check: raises ValueError for another kind or version, before the seal counts.
-      finish: raises ValueError for a value whose parts do not fit together.
-      dec_hook: makes values of types that msgspec does not know.
-      raw: content of the document, if it does not come from the file.
+      what: The expected document, for the error.
+      check: Raises ValueError for another kind or version, before the seal counts.
+      finish: Raises ValueError for a value whose parts do not fit together.
+      dec_hook: Makes values of types that msgspec does not know.
+      raw: Content of the document, if it does not come from the file.
 
     Raises:
-      StoreFormatError: there is no such document, or it is damaged.
+      StoreFormatError: There is no such document, or it is damaged.
     """
     try:
         if raw is None:

@@ -133,8 +133,8 @@ class StepReader(AbstractContextManager["StepReader"]):
         """Yields a chunk's elements, decoded; blocks. Companions come as stored.
 
         Raises:
-          StoreCorruptError: the chunk is damaged; raised before its last piece.
-          StoreIOError: it is missing, too short, or the drive failed.
+          StoreCorruptError: The chunk is damaged; raised before its last piece.
+          StoreIOError: It is missing, too short, or the drive failed.
         """
         pieces = self.stored_pieces(chunk)
         if not chunk.state.codec or chunk.state.is_companion:
@@ -157,8 +157,8 @@ class StepReader(AbstractContextManager["StepReader"]):
         """Yields a chunk's elements as stored; blocks, and raises as `decoded_pieces`.
 
         Args:
-          piece_elements: elements of a piece; by default as many as fit into memory.
-          into: returns where the chunk's elements are wanted, of the stored dtype, 1-D
+          piece_elements: Elements of a piece; by default as many as fit into memory.
+          into: Returns where the chunk's elements are wanted, of the stored dtype, 1-D
             and contiguous, or None. Pieces that fit there are read there, and are views
             of it; after an error it holds what was read.
         """

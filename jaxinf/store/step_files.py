@@ -78,9 +78,9 @@ def make_step_files(
     pin nothing, and hard links do not cross file systems.
 
     Args:
-      source: place of a step whose files are hard-linked, documents as far as they say
+      source: Place of a step whose files are hard-linked, documents as far as they say
         the same. Without it chunk files are allocated.
-      final_place: the place that the step gets when it is complete, if another.
+      final_place: The place that the step gets when it is complete, if another.
     """
     step, is_item = directory.step_path(place), place.startswith("checkpoints/")
     linked = None if source is None else directory.step_path(source)

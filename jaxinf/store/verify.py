@@ -49,8 +49,8 @@ def verify_step(
     A snapshot's own links are new: those of both slots are checked in their place.
 
     Args:
-      progress: called with the bytes done and in all.
-      seen: checksums of files by device and inode, so that a file of several steps is
+      progress: Called with the bytes done and in all.
+      seen: Checksums of files by device and inode, so that a file of several steps is
         read once; this step's are added.
     """
     try:

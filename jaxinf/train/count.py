@@ -42,11 +42,11 @@ class RunNeeds:
     """The needs of a run in one process at its peak, and the traffic of a step.
 
     Attributes:
-      num_drives: number of drives that share the store's bytes.
-      host_bytes: host memory, beside up to 600 MB of the process itself.
-      device_bytes: memory of a JAX device that has its own; else 0.
-      disk_bytes: bytes on drives, with both slots.
-      drive_read_bytes, drive_write_bytes: bytes that a step moves, on average.
+      num_drives: Number of drives that share the store's bytes.
+      host_bytes: Host memory, beside up to 600 MB of the process itself.
+      device_bytes: Memory of a JAX device that has its own; else 0.
+      disk_bytes: Bytes on drives, with both slots.
+      drive_read_bytes, drive_write_bytes: Bytes that a step moves, on average.
     """
 
     num_params: int
@@ -68,11 +68,11 @@ def count_needs(
     """Counts the needs of a run; traces it, and compiles its programs.
 
     Args:
-      config: a run in one process that `check` has returned.
-      batch: an example; only its shapes count. None leaves programs out, which a
+      config: A run in one process that `check` has returned.
+      batch: An example; only its shapes count. None leaves programs out, which a
         streamed run cannot.
-      device_bytes: memory of the JAX device; None if it computes in the host's.
-      limit: limit of a device that is not here, to count for.
+      device_bytes: Memory of the JAX device; None if it computes in the host's.
+      limit: Limit of a device that is not here, to count for.
     """
     needs = {"host_bytes": 0}
     with contextlib.ExitStack() as stack:

@@ -31,8 +31,8 @@ class Devices:
     """The placement of a run's arrays.
 
     Attributes:
-      mesh: all devices of all processes, along one axis; None for one device.
-      is_sharded: whether params are sharded over the mesh, not replicated.
+      mesh: All devices of all processes, along one axis; None for one device.
+      is_sharded: Whether params are sharded over the mesh, not replicated.
     """
 
     mesh: Mesh | None = None

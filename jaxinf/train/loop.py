@@ -62,8 +62,8 @@ def train(config: TrainConfig) -> int:
       128 and the number of the signal that stopped it before.
 
     Raises:
-      UsageError: the config asks for something impossible.
-      JaxinfError: the store, a drive, or a gradient that is not finite.
+      UsageError: The config asks for something impossible.
+      JaxinfError: The store, a drive, or a gradient that is not finite.
     """
     config = check(config)
     console, run_file = make_console(soft_wrap=True), format_run(config)

@@ -74,10 +74,10 @@ class JsonLines:
     """A file of JSON lines with a rising ``step``, continued from a given step.
 
     Args:
-      path: the file. With `step` 0 an existing one is from another run and is moved
+      path: The file. With `step` 0 an existing one is from another run and is moved
         aside, to ``<stem>.previous.jsonl``.
-      step: the last committed step; later lines are dropped.
-      first_step: the first step that may have a line.
+      step: The last committed step; later lines are dropped.
+      first_step: The first step that may have a line.
     """
 
     def __init__(self, path: Path, step: int, *, first_step: int = 1) -> None:

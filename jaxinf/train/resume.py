@@ -78,7 +78,7 @@ def check_resumable(
       The number of batches that the run has done, and the settings that change.
 
     Raises:
-      StoreMismatchError: settings or data differ; lists all differences.
+      StoreMismatchError: Settings or data differ; lists all differences.
     """
     commit: Mapping[str, Any] = payload if isinstance(payload, Mapping) else {}
     committed, settings = commit.get("settings"), identity["settings"]

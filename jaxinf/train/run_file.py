@@ -49,8 +49,8 @@ def parse_config(
     """Returns the run of a command line, whose flags win over a file of --config.
 
     Raises:
-      UsageError: a file cannot be read, or has a wrong value.
-      SystemExit: the words do not parse.
+      UsageError: A file cannot be read, or has a wrong value.
+      SystemExit: The words do not parse.
     """
     names = {w[2:].partition("=")[0] for w in words if w.startswith("--")}
     names = {name.replace("_", "-").removeprefix("no-") for name in names}

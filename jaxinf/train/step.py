@@ -99,8 +99,8 @@ def compile_train_step(
     """Compiles the step of a run.
 
     Args:
-      tx: the optimizer, in memory or near storage.
-      example: params, state and a batch; only their shapes count.
+      tx: The optimizer, in memory or near storage.
+      example: Params, state and a batch; only their shapes count.
 
     Returns:
       ``(params, state, batch) -> (params, state, (loss, norm))``, where the norm is

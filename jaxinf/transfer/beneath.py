@@ -32,13 +32,13 @@ def open_beneath(root: PathLikeStr, name: PathLikeStr, flags: int = os.O_RDONLY)
     """Opens a regular file, or with `O_DIRECTORY` a directory; returns its descriptor.
 
     Args:
-      root: an existing directory, to which links may lead.
-      name: relative path below it, on which there may be no link.
-      flags: flags of `os.open`.
+      root: An existing directory, to which links may lead.
+      name: Relative path below it, on which there may be no link.
+      flags: Flags of `os.open`.
 
     Raises:
-      StoreFormatError: as above, or the name leads out of the root.
-      OSError: the operating system refused it; `FileNotFoundError` for a missing part.
+      StoreFormatError: As above, or the name leads out of the root.
+      OSError: The operating system refused it; `FileNotFoundError` for a missing part.
     """
     *folders, last = parts = PurePath(name).parts
     if ".." in parts or os.path.isabs(name):

@@ -43,10 +43,10 @@ def read_into(
     Args:
       array: ``uint8``, 1-D, contiguous, page-aligned and writable, with room for the
         whole last page.
-      offset_bytes: position in the file, a multiple of the page.
-      num_bytes: number of bytes; the array receives all of the last page.
-      buffered: whether to use the page cache when direct I/O is refused.
-      shown: the path in errors, for a file without a name.
+      offset_bytes: Position in the file, a multiple of the page.
+      num_bytes: Number of bytes; the array receives all of the last page.
+      buffered: Whether to use the page cache when direct I/O is refused.
+      shown: The path in errors, for a file without a name.
     """
     pages, shown = _pages(array, num_bytes), path if shown is None else shown
     with translated("read", shown, offset_bytes):
@@ -79,8 +79,8 @@ def write_from(
     cache.
 
     Args:
-      array: the data, as for `read_into`; its last page gets zeros behind them.
-      offset_bytes, num_bytes, meters, buffered, shown: arguments of `read_into`.
+      array: The data, as for `read_into`; its last page gets zeros behind them.
+      offset_bytes, num_bytes, meters, buffered, shown: Arguments of `read_into`.
     """
     pages = _pages(array, num_bytes)
     pages[num_bytes:] = 0

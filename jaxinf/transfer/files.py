@@ -28,8 +28,8 @@ def allocate_file(
     Blocks while the file system allocates. The file must not exist.
 
     Args:
-      num_bytes_logical: length of the file.
-      num_bytes_allocated: number of bytes to allocate now, rounded up to whole pages
+      num_bytes_logical: Length of the file.
+      num_bytes_allocated: Number of bytes to allocate now, rounded up to whole pages
         within the length; they read as zeros.
     """
     allocated = min(page_ceil(num_bytes_allocated), num_bytes_logical)

@@ -71,13 +71,13 @@ class Mover:
     time, and `StoreClosedError` if the mover was closed before the tasks' end.
 
     Args:
-      name: its name in errors.
-      perform: executes a unit, and blocks meanwhile; for a load it returns the states
+      name: Its name in errors.
+      perform: Executes a unit, and blocks meanwhile; for a load it returns the states
         of each subgroup that are not verified yet.
-      failure: receives a task's error; once it is set, no more work is done.
+      failure: Receives a task's error; once it is set, no more work is done.
 
     Raises:
-      StoreError: the process can have no more threads.
+      StoreError: The process can have no more threads.
     """
 
     def __init__(

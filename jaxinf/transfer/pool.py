@@ -69,9 +69,9 @@ class Buffer:
     views of `array` must no longer be used.
 
     Attributes:
-      num_bytes: length in bytes: the requested one, rounded up to whole pages.
-      array: the memory, `uint8[num_bytes]`, writable; there until the release.
-      address: the address of the array, also until the release.
+      num_bytes: Length in bytes: the requested one, rounded up to whole pages.
+      array: The memory, `uint8[num_bytes]`, writable; there until the release.
+      address: The address of the array, also until the release.
     """
 
     __slots__ = ("_mapping", "_pool", "address", "array", "num_bytes")
@@ -101,14 +101,14 @@ class BufferPool:
     detect threads that wait for each other: take one large buffer for a unit of work.
 
     Args:
-      capacity_bytes: the budget; at least a page.
-      registry: registers all memory as long as the pool has it, by `dma_map(address,
+      capacity_bytes: The budget; at least a page.
+      registry: Registers all memory as long as the pool has it, by `dma_map(address,
         size)` and `dma_unmap(address)`; memory that it refuses, by a RuntimeError, is
         lent all the same, with a warning.
 
     Attributes:
-      capacity_bytes: the budget, rounded down to whole pages.
-      used_bytes: length of the buffers that are lent now.
+      capacity_bytes: The budget, rounded down to whole pages.
+      used_bytes: Length of the buffers that are lent now.
     """
 
     def __init__(self, capacity_bytes: int, *, registry: Any = None) -> None:
@@ -125,8 +125,8 @@ class BufferPool:
         """Lends a buffer of whole pages, at least one; waits until there is room.
 
         Raises:
-          ValueError: if the request is above the capacity.
-          StoreClosedError: if the pool is closed, before or during the wait.
+          ValueError: If the request is above the capacity.
+          StoreClosedError: If the pool is closed, before or during the wait.
         """
         with self._changed:
             while (buffer := self.try_acquire(num_bytes)) is None:

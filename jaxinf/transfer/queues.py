@@ -46,8 +46,8 @@ class Queues:
     """Pending work, work under way, and limits. Not thread-safe.
 
     Args:
-      drives: by number, the identity of their memory, and whether it is the host's.
-      acquire: lends memory for a task, or returns None if there is no room now.
+      drives: By number, the identity of their memory, and whether it is the host's.
+      acquire: Lends memory for a task, or returns None if there is no room now.
 
     """
 

@@ -36,17 +36,17 @@ class Task:
     """The work on one subgroup: load → compute → write.
 
     Attributes:
-      layout: the subgroup's `key`, the number of its `drive`, the `num_bytes` of its
+      layout: The subgroup's `key`, the number of its `drive`, the `num_bytes` of its
         buffer, and the `sizes` of its states in bytes.
-      compute: the computation on the loaded buffer. It runs once, on a worker or on the
+      compute: The computation on the loaded buffer. It runs once, on a worker or on the
         submitter's thread. Its arguments are the drive's CSD, the buffer, and the
         loaded states whose checksums are not known; it returns these checksums.
-      loads: states to read, each with its place.
-      stores: states to write.
-      runs_kernel: whether `compute` runs a kernel of the drive over the loaded states,
+      loads: States to read, each with its place.
+      stores: States to write.
+      runs_kernel: Whether `compute` runs a kernel of the drive over the loaded states,
         which computes these checksums; otherwise the host computes them first.
-      is_remote: whether `compute` waits for another processor than the host's.
-      group: the tasks that were submitted with it.
+      is_remote: Whether `compute` waits for another processor than the host's.
+      group: The tasks that were submitted with it.
     """
 
     layout: Any

@@ -29,7 +29,7 @@ class CardMemory:
     the card gives no more memory, the existing buffers must suffice.
 
     Args:
-      limit_bytes: limit for all buffers, with the host's memory beside them: state that
+      limit_bytes: Limit for all buffers, with the host's memory beside them: state that
         it reads, gradients and results.
     """
 
@@ -129,10 +129,10 @@ class CardBuffer:
 
     Attributes:
       state: P2P memory for the extents.
-      gradient, indices, out, status: other memory of a kernel; indices only with sparse
+      gradient, indices, out, status: Other memory of a kernel; indices only with sparse
         gradients.
-      checksums: known checksums, by offset in `state`.
-      host_copies: state read for the host, in its own memory, by offset in `state`.
+      checksums: Known checksums, by offset in `state`.
+      host_copies: State read for the host, in its own memory, by offset in `state`.
     """
 
     memory: CardMemory

@@ -30,8 +30,8 @@ def p2p_transfer(array: Array, offset_bytes: int) -> Iterator[None]:
     """Checks the body's transfer between a file and a card's memory, `array`.
 
     Raises:
-      OSError: no drive can send a card less than whole pages.
-      StoreIOError: the drive failed, or refuses the memory; names the remedy.
+      OSError: No drive can send a card less than whole pages.
+      StoreIOError: The drive failed, or refuses the memory; names the remedy.
     """
     if any(n % PAGE_BYTES for n in (array.ctypes.data, array.size, offset_bytes)):
         raise OSError(errno.EINVAL, "P2P I/O of memory that is no whole pages")

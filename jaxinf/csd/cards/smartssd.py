@@ -31,7 +31,7 @@ def open_cards(
     """Opens the cards beside the roots' drives, or emulated ones over a stand-in.
 
     Raises:
-      CsdError: the runtime, a card or the xclbin is missing, or P2P is off.
+      CsdError: The runtime, a card or the xclbin is missing, or P2P is off.
     """
     # XRT's emulation, too, keeps the cards' memory on the host.
     is_emulation = spec.kind == "emulated" or spec.num_devices is not None

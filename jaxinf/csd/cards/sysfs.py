@@ -34,7 +34,7 @@ def find_card(root: Path, cards: Cards, sysfs: Path = _SYSFS) -> str:
     """Returns the address of the card beside the drive that a directory is on.
 
     Raises:
-      CsdError: it is on no drive, on several, or on one that has no card.
+      CsdError: It is on no drive, on several, or on one that has no card.
     """
     device_number = os.stat(root).st_dev
     name = f"{os.major(device_number)}:{os.minor(device_number)}"

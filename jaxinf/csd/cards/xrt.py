@@ -70,7 +70,7 @@ class XrtCard:
     """A card with its xclbin loaded. Thread-safe.
 
     Args:
-      module: the result of `load_runtime`, or an object with pyxrt's names.
+      module: The result of `load_runtime`, or an object with pyxrt's names.
       device: PCI address, or index if cards cannot be listed (emulation).
     """
 
@@ -136,7 +136,7 @@ class XrtCard:
 
         Args:
           buffers: pyxrt buffers for the pointers, which come first.
-          words: signed 32-bit integers for the scalars.
+          words: Signed 32-bit integers for the scalars.
         """
         loaded = self.kernel(kernel)
         try:

@@ -16,7 +16,7 @@ def as_data_error(what: str, remedy: str = "") -> Iterator[None]:
     """Turns failures of a package that parses a stranger's data into `DataError`.
 
     Args:
-      what: place and expectation, the beginning of the error.
+      what: Place and expectation, the beginning of the error.
     """
     try:
         yield

@@ -36,9 +36,9 @@ class Example(NamedTuple):
     """One example; prompts and messages are a ``dialogue``.
 
     Attributes:
-      texts: the text, the text and its pair, or the prompt and its response; bytes are
+      texts: The text, the text and its pair, or the prompt and its response; bytes are
         UTF-8.
-      messages: a conversation, in place of texts.
+      messages: A conversation, in place of texts.
     """
 
     where: str

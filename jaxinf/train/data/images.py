@@ -87,7 +87,7 @@ def _find_images(names: Sequence[str], classes: list[str]) -> list[_Image]:
     """Returns the images of folders in an order that mixes their classes.
 
     Args:
-      classes: names that the folders must have; if empty, it gets those of the first.
+      classes: Names that the folders must have; if empty, it gets those of the first.
     """
     images: list[_Image] = []
     for root in (Path(name).expanduser() for name in names):

@@ -28,9 +28,9 @@ def endless_batches(
     """Returns endless shuffled batches; every epoch has an order of its own.
 
     Args:
-      seed: seed of the order and of `row_map`, 0 to 2**32 - 1.
-      row_map: a random change of each row, different in each epoch.
-      shard: number of this process, and the number of processes, which divides the
+      seed: Seed of the order and of `row_map`, 0 to 2**32 - 1.
+      row_map: A random change of each row, different in each epoch.
+      shard: Number of this process, and the number of processes, which divides the
         batch size; they share each batch.
     """
     number, num_shards = shard

@@ -70,11 +70,11 @@ class TrainingData:
     """The data of a run. Immutable, safe to share between threads.
 
     Attributes:
-      row_map: a random change of each row, such as masking.
+      row_map: A random change of each row, such as masking.
       tokenizer: None for images.
-      identity: data that must be the same in a resumed run.
-      notes: remarks about the data for the user.
-      seq_len: tokens in a row; 0 for images.
+      identity: Data that must be the same in a resumed run.
+      notes: Remarks about the data for the user.
+      seq_len: Tokens in a row; 0 for images.
     """
 
     train: Rows
@@ -133,7 +133,7 @@ def make_windows(parts: Sequence[Encoded], seq_len: int, *, is_causal: bool) -> 
     """Returns runs of the concatenated texts, without overlap.
 
     Args:
-      is_causal: whether rows have `targets`, the next token of each, and `weights`, 0
+      is_causal: Whether rows have `targets`, the next token of each, and `weights`, 0
         for a target in another document.
     """
     flat = np.concatenate([part.tokens for part in parts] or [np.zeros(0, np.uint8)])
@@ -249,7 +249,7 @@ def make_masking(*, mask: int, special: Sequence[int], vocab_size: int) -> RowMa
     the row and the generator alone.
 
     Args:
-      special: ids that are never chosen, such as ends of documents.
+      special: Ids that are never chosen, such as ends of documents.
     """
 
     def mask_row(row: Row, rng: np.random.Generator) -> Row:

@@ -62,9 +62,9 @@ def load_texts(
     """Reads texts (blocks), in the steps that all tasks share.
 
     Args:
-      seq_len: tokens in a row; None for those of the longest example.
-      max_tokens: limit of the model for a row; None for no limit.
-      num_types: types of tokens that the model tells apart; 0 for none.
+      seq_len: Tokens in a row; None for those of the longest example.
+      max_tokens: Limit of the model for a row; None for no limit.
+      num_types: Types of tokens that the model tells apart; 0 for none.
     """
     tokenizer, share = open_tokenizer(options.tokenizer), options.held_out_share
     reader = _Reader(task, tokenizer, num_types, options.loss_on == "all")
@@ -142,10 +142,10 @@ class _Reader:
     """Reads the texts of a run, and keeps remarks about them.
 
     Attributes:
-      learn_all: whether prompts are learned, too.
-      first: the first example of the training data, once it is read.
-      unused: fields of records without a use.
-      left_out: files of folders that are no text.
+      learn_all: Whether prompts are learned, too.
+      first: The first example of the training data, once it is read.
+      unused: Fields of records without a use.
+      left_out: Files of folders that are no text.
     """
 
     task: TaskName

@@ -58,16 +58,16 @@ class FolderTokenizer:
     """The tokenizer of a Hugging Face folder, run by `transformers`; immutable.
 
     Args:
-      path: the folder, or its `tokenizer.json`.
+      path: The folder, or its `tokenizer.json`.
 
     Attributes:
-      vocab_size: one more than the largest id of a text.
-      end, mask: ids of the end of a document and of the mask, or None.
-      start: id at the beginning of an answer, for a decoder.
-      pad: id for padding, which has no effect.
-      special: ids that are no text.
-      adds_end: whether it adds the end to a whole text itself.
-      fingerprint: text that changes whenever ids may change.
+      vocab_size: One more than the largest id of a text.
+      end, mask: Ids of the end of a document and of the mask, or None.
+      start: Id at the beginning of an answer, for a decoder.
+      pad: Id for padding, which has no effect.
+      special: Ids that are no text.
+      adds_end: Whether it adds the end to a whole text itself.
+      fingerprint: Text that changes whenever ids may change.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,9 +114,9 @@ class FolderTokenizer:
         """Returns the ids of a text, uint8 to uint32 [n].
 
         Args:
-          where: place of the text, for errors.
-          is_whole: whether special tokens are put around it.
-          limit: number of tokens at which it is cut; special ones are kept.
+          where: Place of the text, for errors.
+          is_whole: Whether special tokens are put around it.
+          limit: Number of tokens at which it is cut; special ones are kept.
         """
         string = _as_str(where, text)
         with as_data_error(f"--tokenizer {self.name}: expected ids of {where}"):
