@@ -51,8 +51,6 @@ _MAX_S = 20.0  # of all phases of a drive together
 
 
 class Problem(NamedTuple):
-    """A missing part or feature."""
-
     what: str
     remedy: str
     is_fatal: bool = False
@@ -60,8 +58,6 @@ class Problem(NamedTuple):
 
 @dataclass
 class Finding:
-    """Facts and problems of the machine, or of a directory."""
-
     title: str
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

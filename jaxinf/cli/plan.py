@@ -57,7 +57,6 @@ class Plan:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     options, flags = tyro.cli(
         Plan, prog=_PROG, args=words, return_unknown_args=True, config=FLAG_FORMS
     )

@@ -54,7 +54,6 @@ class HostFleet:
         self._pool.resize(num_bytes)
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
-        """Finds or compiles every leaf's kernel."""
         for need in needs:
             try:
                 compiled(need.kernel)

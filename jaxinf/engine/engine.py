@@ -43,7 +43,6 @@ class Engine:
     one. Thread-safe.
 
     Attributes:
-      group: The processes that share the run.
       health: Whether the store can be used, and the failure that stopped it.
       meters: Counters of the bytes on drives and host link.
       store_lock: The lock on disk, while this process is the store's writer.

@@ -75,7 +75,6 @@ class StoreHealth:
 
     @property
     def is_unraised(self) -> bool:
-        """Whether there is a failure that `check` has not raised yet."""
         return self.error is not None and not self._was_raised
 
     @property

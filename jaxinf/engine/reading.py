@@ -81,7 +81,6 @@ class StateReader(StepReader):
         """Calls `visit` with the pieces of chunks of a state, from several threads.
 
         Args:
-          dtype: The dtype of the pieces' values.
           into: Targets, as for `stored_pieces`; used if the state has that dtype.
 
         Raises:

@@ -60,7 +60,6 @@ class Assignment:
         and blocks; `num_at_once` updates run at once, each on a thread of its own.
       interval: k if it updates each k-th of the subgroups that it can, 0 for none,
         "auto" while k is measured.
-      subgroups: The subgroups that it updates.
     """
 
     updater: Any = None
@@ -77,7 +76,6 @@ class StoreFiles:
 
     Attributes:
       chunks: The newest version of each chunk.
-      memory_bytes: The limit of buffers on the host.
       is_new: Whether no step is committed yet; then every leaf must be initialised.
       commit: The last committed step's record; of a new store one of step 0.
       finished: The record of the last finished step, which may not be committed yet.

@@ -86,7 +86,6 @@ class SubgroupLayout:
 
     @cached_property
     def num_bytes(self) -> int:
-        """The length of the buffer."""
         last = self.extents[-1]
         return huge_page_ceil(last.buffer_offset_bytes + last.num_bytes)
 
@@ -299,7 +298,6 @@ class SubgroupTable:
         most requests. State of cards never passes the host.
 
         Args:
-          memory_bytes: The limit of buffers on the host.
           moved: The subgroups that steps move; None for all.
         """
         if self.options.csd.has_cards:
@@ -329,7 +327,6 @@ class SubgroupTable:
 
         Args:
           moves: The result of `list_moves`.
-          memory_bytes: The limit of buffers on the host.
           steps_per_commit: How many steps a deferred write serves.
           written_through: States that every step writes, even if they are cached.
         """

@@ -413,7 +413,6 @@ def _read_complete_manifest(place: ObjectStore) -> ExportManifest:
 def _read_listed(
     place: ObjectStore, listed: Mapping[str, tuple[int, str]], name: str
 ) -> bytes:
-    """Reads an object that is as the manifest lists it."""
     if name not in listed:
         raise ExchangeError(
             f"{place.where}: expected {name} in {MANIFEST}, found it not; "

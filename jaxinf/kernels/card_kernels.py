@@ -115,7 +115,6 @@ class CardKernel:
       is_sparse: Whether the gradient comes as top-k values and positions.
       has_rsqrt: Whether it takes the host's `rsqrt_estimates`.
       constants: The body's literals, 32 bits each.
-      scalar_types: Dtypes of the prologue's scalars.
     """
 
     body: str

@@ -390,7 +390,6 @@ class _Loop:
         return operand
 
     def _rank(self, operand: Operand) -> int:
-        """Counts uses and ranks operations."""
         if operand not in self._ranks and not self._is_computed(operand):
             self._ranks[operand] = 0
         elif operand not in self._ranks:

@@ -23,8 +23,6 @@ DEFAULT_CHUNK_ELEMENTS = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Box:
-    """A box of an array."""
-
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -37,7 +35,6 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the box."""
         return box_slices(self.start, self.shape)
 
 
@@ -58,7 +55,6 @@ class Chunk:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the block in the leaf."""
         return box_slices(self.start, self.extent)
 
 
@@ -166,7 +162,6 @@ def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def box_slices(start: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the index of a box of an array."""
     return tuple(slice(s, s + e) for s, e in zip(start, extent, strict=True))
 
 

@@ -140,7 +140,6 @@ class ChunkBox:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the box in the leaf."""
         return box_slices(self.start, self.extent)
 
 

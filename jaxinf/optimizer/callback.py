@@ -149,7 +149,6 @@ def call_host(
     when it was traced, each gets all of the arguments, and the first one calls.
 
     Args:
-      avals: Shapes and dtypes of the results.
       is_local: Whether the call is under ``shard_map``, so that XLA does not partition
         its computation.
     """

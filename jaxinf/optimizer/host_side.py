@@ -117,7 +117,6 @@ class StepEnd(NamedTuple):
       step, skipped_steps: The state's before the step.
       differences: For each leaf with 16-bit params the greatest difference of the
         updated ones from the store's.
-      scalars: The new scalar state.
     """
 
     step: Any

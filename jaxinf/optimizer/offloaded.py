@@ -209,7 +209,6 @@ class OffloadedOptimizer:
         return gradient.dtype if is_same else np.dtype(np.float32)
 
     def check(self) -> None:
-        """Raises the exception that stopped the store, if any."""
         self.engine.health.raise_to_program()
 
     def trace(

@@ -165,7 +165,6 @@ class InitResult(NamedTuple):
     """What `init` computes and reads.
 
     Attributes:
-      initial: The optimizer's first scalar state.
       stored: Step, skipped steps and scalar state of the store's last step.
       feedback: The error feedback of each leaf; may be empty.
     """

@@ -60,8 +60,6 @@ class Constant:
 
 @dataclass(frozen=True)
 class Result:
-    """The value of an equation."""
-
     index: int
     dtype: np.dtype
 

@@ -57,7 +57,6 @@ class StateLayout:
     """The division of a state into slots and scalar state.
 
     Attributes:
-      slots: The slots of each params leaf.
       scalar_indices: Indices of the scalar state among the state's leaves.
       scalar_paths: Its key paths as `compat.keystr` prints them, for errors.
       scalar_keys: Its key paths in the form that a store keeps.

@@ -32,7 +32,6 @@ class CarriedArray(Document, frozen=True):
 
     @classmethod
     def of(cls, path: tuple[str, ...], shape: Any, dtype: str, raw: bytes) -> Self:
-        """Records an array with the content `raw`."""
         return cls(path, tuple(shape), dtype, f"{crc32c(raw):08x}")
 
     @property

@@ -37,7 +37,6 @@ class StepBackend:
     """Where a traced program's params come from, and where its gradients go.
 
     Attributes:
-      ordered: The program.
       needs: What both take beside its segments.
       make_sink: Makes what takes a plan's gradients.
       kind: What runs, for errors.

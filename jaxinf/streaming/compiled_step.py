@@ -169,7 +169,6 @@ class CompiledStep:
         """Runs a step: all processes begin, run the programs, and end it alike.
 
         Args:
-          shares: Shares, as of `Runner`.
           extra_args, step_args: Arguments of all steps, and of this one.
 
         Returns:

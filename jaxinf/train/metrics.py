@@ -77,7 +77,6 @@ class JsonLines:
       path: The file. With `step` 0 an existing one is from another run and is moved
         aside, to ``<stem>.previous.jsonl``.
       step: The last committed step; later lines are dropped.
-      first_step: The first step that may have a line.
     """
 
     def __init__(self, path: Path, step: int, *, first_step: int = 1) -> None:

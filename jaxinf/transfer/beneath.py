@@ -34,7 +34,6 @@ def open_beneath(root: PathLikeStr, name: PathLikeStr, flags: int = os.O_RDONLY)
     Args:
       root: An existing directory, to which links may lead.
       name: Relative path below it, on which there may be no link.
-      flags: Flags of `os.open`.
 
     Raises:
       StoreFormatError: As above, or the name leads out of the root.

@@ -71,7 +71,6 @@ class Mover:
     time, and `StoreClosedError` if the mover was closed before the tasks' end.
 
     Args:
-      name: Its name in errors.
       perform: Executes a unit, and blocks meanwhile; for a load it returns the states
         of each subgroup that are not verified yet.
       failure: Receives a task's error; once it is set, no more work is done.

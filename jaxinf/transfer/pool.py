@@ -101,13 +101,12 @@ class BufferPool:
     detect threads that wait for each other: take one large buffer for a unit of work.
 
     Args:
-      capacity_bytes: The budget; at least a page.
+      capacity_bytes: The budget, rounded down to whole pages; at least one.
       registry: Registers all memory as long as the pool has it, by `dma_map(address,
         size)` and `dma_unmap(address)`; memory that it refuses, by a RuntimeError, is
         lent all the same, with a warning.
 
     Attributes:
-      capacity_bytes: The budget, rounded down to whole pages.
       used_bytes: Length of the buffers that are lent now.
     """
 

@@ -169,8 +169,6 @@ class _Xclbin:
 
 
 class KernelName:
-    """A kernel of an xclbin."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 

@@ -41,7 +41,6 @@ class _Offloaded:
     """A value that is leaving, away, or on its way back.
 
     Attributes:
-      aval: Shape, dtype and sharding.
       runs: Its place on drives; none if it stays on the host.
       value: The array on the device, until the host has it, and once it is back.
       host: The array on the host, until drives have it or it is back.

@@ -37,7 +37,6 @@ class Piece:
     """A slice of a param leaf that an equation reads, or whose gradient is complete.
 
     Attributes:
-      leaf: The leaf's number.
       index: Position on its leading axes; empty for the whole.
       rows: First and last (exclusive) position on the next axis; None for all.
     """

@@ -51,7 +51,6 @@ class ParamUnit:
     moves_by_shard: bool = field(default=True, compare=False)
 
     def piece_within(self, piece: Piece) -> Piece:
-        """Returns the piece of the unit's array for a piece of the leaf."""
         return Piece(piece.leaf, piece.index[len(self.index) :], piece.rows)
 
     @property
@@ -86,12 +85,10 @@ class ParamUnit:
         return any(len(x) > 1 for x in held_shards(self.sharding, self.shape).holders)
 
     def in_leaf(self, box: Box) -> Box:
-        """Returns the leaf's box for a box of the unit."""
         return Box((*self.index, *box.start), (*(1 for _ in self.index), *box.shape))
 
     @property
     def place(self) -> Box:
-        """The whole unit as a box of the leaf."""
         return self.in_leaf(self.whole)
 
     def _bytes_of(self, *boxes: Box) -> int:

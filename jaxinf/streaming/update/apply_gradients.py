@@ -96,7 +96,6 @@ class StoreSink:
     # --- a step --------------------------------------------------------------------
 
     def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """Begins a step, with further arguments of the optimizer's update."""
         updates, files = self.updates, self.updates.engine.files
         finished = files.finished
         if not updates.options.replan:
@@ -176,7 +175,6 @@ class StoreSink:
         return True
 
     def abandon(self) -> None:
-        """Gives the step up, without a commit."""
         if self.spill is not None:
             self.spill.held.clear()
         self.updates.pass_runner.close()

@@ -176,7 +176,6 @@ class UpdatePlan:
 
     @cached_property
     def needs(self) -> StepNeeds:
-        """What a step takes beside its programs."""
         subgroups, units, waits = self.subgroups, self.units_trained, self.are_deferred
         # One unit that is read, and one that is updated, whose gradient may wait whole.
         sharded = [unit for unit in self.units_read if unit.is_sharded]
@@ -243,7 +242,6 @@ class UpdatePlan:
     # --- the bytes that they move --------------------------------------------------
 
     def traffic(self, plan: Plan) -> ByteCounts:
-        """Returns the bytes that a step moves on drives."""
         subgroups, passes = self.subgroups, self.passes
         stored = passes.prologue_state
         from_reads = {x.unit for x in plan.reads.fetches if x.gradient is not None}
