@@ -80,20 +80,24 @@ def read_units(
 class _Read:
     """A read of a unit, which may serve its update, and calls of the next step.
 
+    The device's memory    read from the drive    on the device             first `get`
+    the host's             memory, is_ready                                 value
+    its own                memory                 copied, is_ready          value
+
     Attributes:
       memory: Memory of the host, until the device or the update has the unit.
-      value: The unit on the device.
-      is_ready: Whether the unit is on the device, or where the device reads it.
-      is_assembled: Whether `value` has the shards of all processes.
-      has_device_room: Whether it takes room of a device with memory of its own.
+      copied: This process's shards, on a device with memory of its own.
+      value: The unit on the device, with the shards of all processes.
+      is_ready: Whether the unit is where the device reads it.
+      device_bytes: Room of a device with memory of its own, from the copy on.
     """
 
     fetch: Fetch
     memory: Buffer | None = None
+    copied: jax.Array | None = None
     value: jax.Array | None = None
     is_ready: bool = False
-    is_assembled: bool = False
-    has_device_room: bool = False
+    device_bytes: int = 0
 
     @property
     def shards(self) -> tuple[Array, ...]:
@@ -113,12 +117,12 @@ class ParamReader:
       planned: The reads of each run. On the host of a device with memory of its own,
         `host_bytes` are for buffers; pinned memory is taken beside them.
       keep_errors: Keeps an error of its context, until the processes of the run agree.
-      version: Names the contents of the store that units in memory must have.
+      version: Returns a version of the store's contents; units kept under another are
+        dropped.
 
     Attributes:
       used: The units that each call of this run has used.
       num_gets, num_hits: Number of `get` calls, and of those that did not wait.
-      waited_s: Time that calls waited for params.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class ParamReader:
                 self._jobs.submit(partial(self._read, read, read_unit), _READ)
 
     def _reuse_staying(self, fetch: Fetch) -> bool:
-        """Has the last read of the step before serve a fetch, if its unit stayed."""
+        """Reuses the previous step's last read of the unit, if it stayed in memory."""
         fetches = self._fetches_of[fetch.unit]
         if fetch is not fetches[0] or fetches[-1] not in self._reads:
             return False
@@ -205,11 +209,11 @@ class ParamReader:
         read = self._reads[fetch]
         with self._keep_errors():
             self._await(read)
-        # Other processes wait for the programs, and assemble a unit once.
-        if not read.is_assembled:
+        if read.value is None:
+            # The read failed, and the error is kept. The others wait for this process
+            # in collectives, to assemble the unit and in programs; these run on zeros.
             zeros = unit.shard_views(allocate_pages(unit.page_bytes))
-            read.value, read.is_assembled = unit.on_devices(zeros), True
-        assert read.value is not None
+            read.value = unit.on_devices(zeros)
         return self._piece_of(unit, piece, read.value)
 
     def _await(self, read: _Read) -> None:
@@ -220,11 +224,14 @@ class ParamReader:
         if not read.is_ready:
             with span("wait"):
                 self.waited_s += self._jobs.wait_for(lambda: read.is_ready)
-        if read.value is None:
+        copied, read.copied = read.copied, None
+        if read.value is not None:
+            return
+        if copied is None:
             read.value = unit.on_devices(read.shards)
-        elif unit.needs_assembly and self._has_link and not read.is_assembled:
-            read.value = assemble_shards(read.value, donates=True)
-        read.is_assembled = True
+        else:
+            is_part = unit.needs_assembly
+            read.value = assemble_shards(copied, donates=True) if is_part else copied
 
     def _piece_of(self, unit: ParamUnit, piece: Piece, array: jax.Array) -> jax.Array:
         piece = unit.piece_within(piece)
@@ -287,11 +294,10 @@ class ParamReader:
 
     def _end_read(self, read: _Read) -> None:
         """Drops a unit that no call of this step, or of the next, reads any more."""
-        read.value = None
+        read.copied = read.value = None
         self._reads.pop(read.fetch, None)
-        if read.has_device_room:
-            read.has_device_room = False
-            self._free_device_bytes += read.fetch.unit.num_bytes
+        self._free_device_bytes += read.device_bytes
+        read.device_bytes = 0
         self._free_unused_memory(read)
 
     def _free_unused_memory(self, read: _Read) -> None:
@@ -327,12 +333,12 @@ class ParamReader:
         with self._changed:
             self._jobs.wait_for(lambda: unit.num_bytes <= self._free_device_bytes)
             self._free_device_bytes -= unit.num_bytes
-            read.has_device_room = True
+            read.device_bytes = unit.num_bytes
         sharding = SingleDeviceSharding(self.buffers.device)
         transfers = unit.placements(read.shards, sharding)
         self.buffers.start_copy(transfers, partial(self._note_copied, read))
 
     def _note_copied(self, read: _Read, copies: Sequence[jax.Array]) -> None:
         with self._changed:
-            read.value, read.is_ready = read.fetch.unit.from_copies(copies), True
+            read.copied, read.is_ready = read.fetch.unit.from_copies(copies), True
             self._free_unused_memory(read)
