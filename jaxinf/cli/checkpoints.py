@@ -176,7 +176,9 @@ class Export:
     def _write(self, source: CopySource, where: str, options: ExportOptions) -> str:
         step, destination = source.step, Path(where)
         if self.format == "zarr":
-            report = export_url(step, where, beside=source.beside, options=options)
+            report = export_url(
+                step, where, beside=source.files_beside, options=options
+            )
             return (
                 f"{report.num_objects} objects, {format_bytes(report.num_bytes)}; "
                 f"{report.num_kept} chunks were there already"
@@ -185,7 +187,7 @@ class Export:
         if self.format == "safetensors":
             export_safetensors(step, destination, options, average=average)
         else:
-            tokenizer = kept_tokenizer(source.beside)
+            tokenizer = kept_tokenizer(source.files_beside)
             if self.like is not None:
                 tokenizer = read_tokenizer_files(weights=self.like)
             export_huggingface(

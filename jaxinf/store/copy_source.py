@@ -45,7 +45,7 @@ class CopySource:
     where: str  # for messages
     parts: Sequence[Manifest]  # of the members by number, or of the store alone
     steps: Mapping[str, CommittedStep]
-    beside: Mapping[str, bytes]  # a store's files beside its steps, by name
+    files_beside: Mapping[str, bytes]  # those of a store beside its steps, by name
     has_links: bool = True  # whether chunks may be linked to: they are a store's
     num_threads: int = 4  # and chunks that may be in memory at once
     dropped: tuple[str, ...] = ()  # checkpoints that are not of all members
@@ -133,8 +133,8 @@ def _source_of_copied_out(path: Path) -> CopySource:
     manifest = without_csds(Manifest.read(path / "jaxinf.json"))
     record = CommitRecord.read(path / "commit.json")
     step = join_steps([CommittedStep(path, manifest, record, (path,))])
-    beside = read_files_beside(path)
-    return CopySource(str(path), [manifest], {"a": step}, beside, has_links=False)
+    files = read_files_beside(path)
+    return CopySource(str(path), [manifest], {"a": step}, files, has_links=False)
 
 
 def read_files_beside(store: Path) -> dict[str, bytes]:

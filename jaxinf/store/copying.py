@@ -10,8 +10,8 @@ chunk made of it counts.
 import contextlib
 import os
 import uuid
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, product
@@ -87,7 +87,6 @@ def copy_step(
       source: The steps to copy, of `store_source` or an export.
       target: A missing path or an empty directory; or the path of the source's own
         stores if this process holds them, which the new ones then replace.
-      layout: Formats, CSD roots, number of processes and shards of the new store.
       progress: Called with the bytes of elements done and in all.
 
     Returns:
@@ -135,13 +134,13 @@ def _plan_parts(
                 f"{source.where}: leaf {after.name}: expected another grid or other "
                 "formats, found both; make two copies, one after the other"
             )
-    contents, run = structs.replace(old, leaves=tuple(leaves)), uuid.uuid4().hex
+    unplaced, run = structs.replace(old, leaves=tuple(leaves)), uuid.uuid4().hex
     parts = []
     for number in range(count):
         member = Member(run, number, count) if count > 1 else None
         name = member_name(number) if member else "."
         roots = _csd_roots(source, layout, number)
-        manifest = place_chunks(contents, roots, member=member, owners=owners)
+        manifest = place_chunks(unplaced, roots, member=member, owners=owners)
         check_roots_outside_store(StoreDirectory(target / name, manifest))
         parts.append(StoreDirectory(staging_path(target) / name, manifest))
     return parts
@@ -168,8 +167,7 @@ def _make_stores(
 ) -> int:
     """Makes the new stores, complete and durable, in their staging.
 
-    In place the spare slots are links to the new step, too, since the old stores' room
-    becomes free only at the end. Returns the bytes that it wrote, without links.
+    Returns the bytes that it wrote, without links.
     """
     with translated("copy", source.where):
         jobs = _plan_jobs(source, parts)
@@ -182,24 +180,32 @@ def _make_stores(
     records = _make_chunks(source, parts[0].manifest, jobs, progress)
     for part in parts:
         with translated("copy", part.path):
-            for name, content in source.beside.items():
+            for name, content in source.files_beside.items():
                 (part.path / name).parent.mkdir(exist_ok=True)
                 write_bytes_atomically(part.path / name, content)
-            for place, record in records.items():
-                root, carry = part.step_path(place), record.carry
-                make_step_files(part, place, carry)
-                write_carry(root, carry, source.steps[place].read_carry())
-                if place == "a":
-                    part.sync()
-                else:
-                    part.manifest.write(root / "jaxinf.json")
-                member_record = record.for_member(part.manifest, ids[place])
-                member_record.write(root / "commit.json")
+            for place, step in source.steps.items():
+                record = records[place].for_member(part.manifest, ids[place])
+                _complete_step(part, place, record, step.read_carry())
+            # In place slot b begins as links: the old slots give their room at the end.
             make_step_files(part, "b", source="a" if source.held_stores else None)
     for part in parts:
         part.sync()
         part.flip("a")
     return num_bytes
+
+
+def _complete_step(
+    part: StoreDirectory, place: str, record: CommitRecord, carry: Sequence[bytes]
+) -> None:
+    """Writes all of a step but its chunks; the record is last."""
+    root = part.step_path(place)
+    make_step_files(part, place, record.carry)
+    write_carry(root, record.carry, carry)
+    if place == "a":
+        part.sync()
+    else:
+        part.manifest.write(root / "jaxinf.json")
+    record.write(root / "commit.json")
 
 
 def _check_room(
@@ -209,27 +215,27 @@ def _check_room(
 ) -> int:
     """Refuses a copy for which there is no room; returns the bytes that it writes.
 
-    In place the spare slots take room only when the old slots have given theirs, except
-    for chunks that are linked to.
+    Copying in place, the new spare slots use the room that the old slots free, which is
+    not that of chunks that are linked to.
     """
     needs, linked = Counter[Path](), Counter[Path]()
     for job in chain(*jobs.values()):
-        for new in job.files:
-            folder = new.part.csd_directories[new.chunk.csd]
+        for file in job.files:
+            folder = file.part.csd_directories[file.chunk.csd]
             if job.method != "link":
-                needs[folder] += new.chunk.drive_bytes
-            elif new.place == "a":
-                linked[folder] += new.chunk.drive_bytes
+                needs[folder] += file.chunk.drive_bytes
+            elif file.place == "a":
+                linked[folder] += file.chunk.drive_bytes
     num_bytes = needs.total()
-    what = "the chunks to come need", "free some, or give others"
+    message = "the chunks to come need", "free some, or give others"
     if source.held_stores:
-        check_free_space(needs, *what)
+        check_free_space(needs, *message)
         needs.update(linked)
         for old in source.held_stores:
             needs.subtract(required_bytes(old, 2))
     for part in parts:
         needs.update(required_bytes(part, 1))
-    check_free_space(needs, *what)
+    check_free_space(needs, *message)
     return num_bytes
 
 
@@ -273,38 +279,60 @@ def _plan_jobs(
     source: CopySource, parts: Sequence[StoreDirectory]
 ) -> dict[str, list[_Job]]:
     """Returns the jobs of each step, by place; looks at old files, writes nothing."""
-    jobs = {place: list[_Job]() for place in source.steps}
     drive_of = cache(lambda folder: existing_parent(folder).stat().st_dev)
-    leaves = zip(*(part.manifest.leaves for part in parts), strict=True)
-    steps = source.steps.items()
-    for (number, in_parts), (place, step) in product(enumerate(leaves), steps):
-        old, new, step_jobs = step.manifest.leaves[number], in_parts[0], jobs[place]
-        owners = new.owners or (0,) * len(new.csds)
-        files: dict[StateRecord, list[_NewFile]] = {state: [] for state in new.states}
-        for state, (n, owner) in product(new.states, enumerate(owners)):
-            chunk = ChunkFile(number, in_parts[owner], state, n)
-            files[state].append(_NewFile(parts[owner], place, chunk))
-        states = ([s for s in x.states if not s.is_companion] for x in (old, new))
-        for before, after in zip(*states, strict=True):
-            arrays = [files[stored] for stored in after.stored]
-            if old.chunk_shape != new.chunk_shape:
-                step_jobs += [_Job("regrid", old, array) for array in arrays if array]
-            elif before != after:
-                step_jobs += [_Job("recode", old, f) for f in zip(*arrays, strict=True)]
-            else:
-                for file in chain(*arrays):
-                    csd = old.csds[file.chunk.number]
-                    folder = file.part.csd_directories[file.chunk.csd]
-                    is_link = source.has_links and (
-                        drive_of(step.chunk_roots[csd]) == drive_of(folder)
-                    )
-                    step_jobs.append(_Job("link" if is_link else "copy", old, [file]))
+
+    def link_or_copy(step: CommittedStep, old: LeafRecord, file: _NewFile) -> _Job:
+        csd = old.csds[file.chunk.number]
+        folder = file.part.csd_directories[file.chunk.csd]
+        is_link = source.has_links and (
+            drive_of(step.chunk_roots[csd]) == drive_of(folder)
+        )
+        return _Job("link" if is_link else "copy", old, [file])
+
+    jobs = {place: list[_Job]() for place in source.steps}
+    for place, step in source.steps.items():
+        files, leaves = _new_files(parts, place), enumerate(step.manifest.leaves)
+        for (number, old), new in zip(leaves, parts[0].manifest.leaves, strict=True):
+            arrays = {state: files[number, state] for state in new.states}
+            keep_file = partial(link_or_copy, step, old)
+            jobs[place] += _plan_leaf(old, new, arrays, keep_file)
     return jobs
+
+
+def _new_files(
+    parts: Sequence[StoreDirectory], place: str
+) -> Mapping[tuple[int, StateRecord], list[_NewFile]]:
+    """Returns a step's files by leaf and state, each array's in grid order."""
+    files = defaultdict[tuple[int, StateRecord], list[_NewFile]](list)
+    for part in parts:
+        for chunk in part.manifest.held_chunks():
+            files[chunk.leaf_number, chunk.state].append(_NewFile(part, place, chunk))
+    for array in files.values():
+        array.sort(key=lambda file: file.chunk.number)
+    return files
+
+
+def _plan_leaf(
+    old: LeafRecord,
+    new: LeafRecord,
+    arrays: Mapping[StateRecord, Sequence[_NewFile]],
+    keep_file: Callable[[_NewFile], _Job],
+) -> Iterator[_Job]:
+    """Yields the jobs of a leaf; a companion is made with the state it belongs to."""
+    states = ([s for s in leaf.states if not s.is_companion] for leaf in (old, new))
+    for before, after in zip(*states, strict=True):
+        made = [arrays[stored] for stored in after.stored]
+        if old.chunk_shape != new.chunk_shape:
+            yield from (_Job("regrid", old, files) for files in made if files)
+        elif before != after:
+            yield from (_Job("recode", old, files) for files in zip(*made, strict=True))
+        else:
+            yield from map(keep_file, chain(*made))
 
 
 def _make_chunks(
     source: CopySource,
-    contents: Manifest,
+    manifest: Manifest,
     jobs: Mapping[str, Sequence[_Job]],
     progress: ProgressCallback | None,
 ) -> dict[str, CommitRecord]:
@@ -316,10 +344,10 @@ def _make_chunks(
     total_bytes, done_bytes = sum(file.chunk.num_bytes for file in files), 0
     records = {}
     for place, step in source.steps.items():
-        checksums = contents.no_checksums()
+        checksums = manifest.no_checksums()
         with StepReader(step) as reader:
-            do = partial(_do_job, step, reader)
-            for job, sums in map_in_threads(jobs[place], do, source.num_threads):
+            run_job = partial(_run_job, step, reader)
+            for job, sums in map_in_threads(jobs[place], run_job, source.num_threads):
                 for file, checksum in zip(job.files, sums, strict=True):
                     checksums[file.chunk.array_name][file.chunk.number] = checksum
                     done_bytes += file.chunk.num_bytes
@@ -329,7 +357,7 @@ def _make_chunks(
     return records
 
 
-def _do_job(step: CommittedStep, reader: StepReader, job: _Job) -> Sequence[int]:
+def _run_job(step: CommittedStep, reader: StepReader, job: _Job) -> Sequence[int]:
     new = job.files[0]
     with translated("copy", new.path):
         if job.method == "link":
@@ -350,12 +378,12 @@ def _rewrite(job: _Job, reader: StepReader, step: int) -> list[int]:
         old = old._replace(state=job.old.state(chunk.state.name))
         names = [state.name for state in chunk.leaf.decoded_states]
         key = rounding_of_chunk(chunk.leaf_number, chunk.number, step)
+        # As in a step: states of a chunk are rounded independently of each other.
         key = key + names.index(chunk.state.name) & 0xFFFFFFFF
     written: list[list[tuple[int, int]]] = [[] for _ in job.files]
     with contextlib.ExitStack() as stack:
-        fds = [
-            stack.enter_context(opened_to_write(new.allocate())) for new in job.files
-        ]
+        opened = (opened_to_write(new.allocate()) for new in job.files)
+        fds = [stack.enter_context(file) for file in opened]
         pieces = reader.decoded_pieces(old) if is_recoded else reader.stored_pieces(old)
         for piece in pieces:
             arrays = [piece.values]
