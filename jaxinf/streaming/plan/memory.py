@@ -37,7 +37,6 @@ FREE_SHARE = 0.9
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
-# The share for buffers, for gradients that wait, and at most for reading.
 _SHARE = 8
 _MAX_STATE_BYTES = 512 << 20
 _MIN_STORE_BYTES = 64 << 20
@@ -86,8 +85,6 @@ class StepNeeds:
       reusable: Units whose updates can take what was read for a program.
       state_bytes: The store's least buffers for updates; None if there are none.
       gradient_bytes: Size of the largest unit whose gradient is handed out.
-      export_bytes: Memory for exports.
-      others: All else.
       writing_bytes: What writing values to drives takes, if they may leave.
     """
 
@@ -126,7 +123,18 @@ class StepMemory:
 
 
 def divide_memory(budget: Budget, needs: StepNeeds) -> StepMemory:
-    """Returns what a step has for its programs, and for all else."""
+    """Returns what a step has for its programs, and for all else.
+
+    A share is an eighth of `memory_bytes` without the memory of exports.
+
+    state        a share, at most 512 MiB, at least what the store needs
+    gradients    a share, at least the largest one, as a pool of pinned memory rounds up
+    reading      a share, at most 16 MiB
+    programs     the rest; or params on their way, if the device has memory of its own
+
+    Such a device has up to an eighth, at least the largest, for gradients, and the rest
+    for programs. `others` come off programs, or off params on their way.
+    """
     memory_bytes = budget.memory_bytes - needs.export_bytes
     share, gradient_bytes = memory_bytes // _SHARE, needs.gradient_bytes
     device, factor = budget.device, budget.device.pool_factor
@@ -149,8 +157,7 @@ def divide_memory(budget: Budget, needs: StepNeeds) -> StepMemory:
     device_bytes = device.num_bytes if device_bytes is None else device_bytes
     program_bytes, staged_bytes, limit = left_bytes, 0, "memory_bytes"
     if device_bytes is not None and not device.is_host:
-        most_bytes = max(gradient_bytes, device_bytes // _SHARE)
-        leaving_bytes = min(leaving_bytes, most_bytes)
+        leaving_bytes = min(leaving_bytes, max(gradient_bytes, device_bytes // _SHARE))
         program_bytes, staged_bytes = device_bytes - leaving_bytes, left_bytes
         limit = "device_memory_bytes"
     elif device_bytes is not None and device_bytes < left_bytes:

@@ -41,9 +41,7 @@ NUM_COPIES = 2
 """Times that a value is on the host on its way to a drive, or back: pinned for the
 device, and pageable for the drive. JAX may read pinned memory in place, or copy it."""
 
-# Of the memory beyond the least, so much at most is for what is on its way: a value may
-# be copied while the one before it is written.
-_WAY_SHARE = 4
+_EXTRA_SHARE = 4
 
 
 def may_offload(traced: Traced, policy: Policy, num_parts: int) -> bool:
@@ -156,38 +154,45 @@ def place_on_host(plan: Plan, host_bytes: int) -> OffloadPlan:
     """Places values that leave a device with memory of its own on the host, or drives.
 
     While too many bytes wait on the host, the value that is needed last goes to a
-    drive, as soon as it is made.
+    drive, as soon as it is made. If not all can wait there, the host is divided:
+
+    leaving    2 copies of the largest value, and of what is left a quarter, at most
+               another copy, so that a value is copied while another is written
+    coming     as much, and what waiting values never take
+    waiting    the rest
     """
     stays = [
         Stay(out.leave_call, out.use_call, page_ceil(plan.lives[v].num_bytes), v)
         for v, out in sorted(plan.evictions.items())
     ]
-    held = occupancy(len(plan.calls), stays)
-    everything = int(held.max(initial=0))
-    if everything <= max(host_bytes, 0):
-        return OffloadPlan(has_link=True, host_bytes=everything)
-    largest = max(stay.num_bytes for stay in stays)
-    passing = 2 * NUM_COPIES * largest
-    if host_bytes < passing:
-        least = min(passing, everything)
+    waiting = occupancy(len(plan.calls), stays)
+    peak_bytes = int(waiting.max(initial=0))
+    if peak_bytes <= max(host_bytes, 0):
+        return OffloadPlan(has_link=True, host_bytes=peak_bytes)
+    largest_bytes = max(stay.num_bytes for stay in stays)
+    copies_bytes = NUM_COPIES * largest_bytes
+    left_bytes = host_bytes - 2 * copies_bytes
+    if left_bytes < 0:
+        least_bytes = min(2 * copies_bytes, peak_bytes)
         raise BudgetError(
             "memory_bytes",
             f"it leaves {format_bytes(max(host_bytes, 0))} of the host for values that "
-            f"leave the device; expected {format_bytes(least)}, for all of them or for "
-            f"{2 * NUM_COPIES} x the largest, on its way to drives and back",
-            least - host_bytes,
+            f"leave the device; expected {format_bytes(least_bytes)}, for all of them "
+            f"or for {2 * NUM_COPIES} x the largest, on its way to drives and back",
+            least_bytes - host_bytes,
             ", or raise device_memory_bytes",
         )
-    more = min(largest, page_floor((host_bytes - passing) // _WAY_SHARE))
-    leaving = NUM_COPIES * largest + more
-    ended = end_stays(held, stays, host_bytes - 2 * leaving)
-    held = occupancy(len(plan.calls), (stay for stay in stays if stay not in ended))
+    extra_bytes = min(largest_bytes, page_floor(left_bytes // _EXTRA_SHARE))
+    leaving_bytes = copies_bytes + extra_bytes
+    ended = end_stays(waiting, stays, host_bytes - 2 * leaving_bytes)
+    waiting = occupancy(len(plan.calls), (stay for stay in stays if stay not in ended))
+    coming_bytes = host_bytes - leaving_bytes - int(waiting.max(initial=0))
     # Of those that drives have read, one at a time is pinned for its copy back.
-    read = host_bytes - leaving - (NUM_COPIES - 1) * largest - int(held.max(initial=0))
+    read_bytes = page_floor(coming_bytes - (NUM_COPIES - 1) * largest_bytes)
     return OffloadPlan(
         on_drive=tuple(x.tensor for x in sorted(ended, key=lambda stay: stay.stop)),
-        read_bytes=min(sum(stay.num_bytes for stay in ended), page_floor(read)),
+        read_bytes=min(sum(stay.num_bytes for stay in ended), read_bytes),
         has_link=True,
         host_bytes=host_bytes,
-        leaving_bytes=leaving,
+        leaving_bytes=leaving_bytes,
     )
