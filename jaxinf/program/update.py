@@ -6,6 +6,7 @@ share one `Kernel`.
 """
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -79,7 +80,6 @@ class UpdateProgram:
 
         Args:
           gradients, params: Leaves, each in its own dtype.
-          slots: Arrays of the slots in `prologue_state`.
 
         Returns:
           The new scalar state and, per leaf, the inputs of its kernel.
@@ -174,7 +174,6 @@ def trace_update(
     """Traces ``tx.update`` and divides it; nothing is computed on real data.
 
     Args:
-      tx: Any transformation of optax's protocol.
       params: Arrays, tracers or avals: float32, bfloat16 or float16. The trace has
         float32 params and gradients in every case, because the master is float32.
       extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
@@ -232,13 +231,14 @@ def _divide(
     extra: ExtraArgs,
     prologue_state: PrologueState | None,
 ) -> UpdateProgram:
-    num, end = len(infos), 2 * len(infos) + len(layout.avals)
+    """Divides a traced update into a kernel for each leaf and their prologue."""
     read_first = prologue_state.slots if prologue_state else ()
     leaf_of = {slot.state_index: leaf for leaf, slot in read_first}
     indices = {slot.state_index for slots in layout.slots for slot in slots}
-    graph = graph_of(closed, {2 * num + index for index in indices - {*leaf_of}})
-    gradients, params = graph.inputs[:num], graph.inputs[num : 2 * num]
-    state, new_state = graph.inputs[2 * num : end], graph.results[num:]
+    first_state = 2 * len(infos)  # among the inputs, after gradients and params
+    graph = graph_of(closed, {first_state + index for index in indices - {*leaf_of}})
+    gradients, params, state, extra_args = _split_inputs(graph.inputs, layout, infos)
+    updates, new_state = graph.results[: len(infos)], graph.results[len(infos) :]
     scalar_state = _new_scalar_state(layout, new_state)
     read_slots = {state[index]: leaf for index, leaf in leaf_of.items()}
     local = _local_values(graph, infos, read_slots)
@@ -254,18 +254,13 @@ def _divide(
             inputs[state[slot.state_index]] = Input("slot", index, slot.dtype)
         builder = BodyBuilder(info, inputs, local.get(number, set()))
         new_slots = [new_state[slot.state_index] for slot in slots]
-        results = graph.results[number], *new_slots
+        results = updates[number], *new_slots
         reduced_by = nodes if read_slots else ()
         kernel = _build_kernel(builder, slots, results, uses, reduced_by)
         leaves.append(LeafKernel(info, slots, kernel))
         builders.append(builder)
-    groups = _PrologueInputs(
-        gradients,
-        params,
-        tuple(state[index] for index in layout.scalar_indices),
-        graph.inputs[end:],
-        tuple(read_slots),
-    )
+    scalars = tuple(state[index] for index in layout.scalar_indices)
+    groups = _PrologueInputs(gradients, params, scalars, extra_args, tuple(read_slots))
     flat = [value for group in groups for value in group]
     prologue = make_prologue(graph.nodes, flat, scalar_state, builders)
     return UpdateProgram(tuple(leaves), extra, groups, prologue, prologue_state)
@@ -309,18 +304,16 @@ def _trace_jaxpr(
     layout: StateLayout,
     extra: ExtraArgs,
 ) -> compat.ClosedJaxpr:
-    """Traces an update from gradients, params, state, extra args to updates, state."""
+    """Traces an update, from the inputs of `_split_inputs` to updates and state."""
     leaves, treedef = jax.tree.flatten(params)
-    num, num_state = len(leaves), len(layout.avals)
 
     def update(*flat: jax.Array) -> list[jax.Array]:
-        gradients, values = flat[:num], flat[num : 2 * num]
-        state = jax.tree.unflatten(layout.treedef, flat[2 * num : 2 * num + num_state])
+        gradients, values, state, extra_args = _split_inputs(flat, layout, leaves)
         updates, new_state = tx.update(
             treedef.unflatten(gradients),
-            state,
+            layout.treedef.unflatten(state),
             treedef.unflatten(values),
-            **extra.rebuild(flat[2 * num + num_state :]),
+            **extra.rebuild(extra_args),
         )
         new_leaves = _flatten_state(new_state, layout)
         flat_updates = [
@@ -333,6 +326,15 @@ def _trace_jaxpr(
 
     extra_avals = [aval for _, aval in extra.inputs]
     return jax.make_jaxpr(update)(*leaves, *leaves, *layout.avals, *extra_avals)
+
+
+def _split_inputs(
+    flat: Sequence[Any], layout: StateLayout, leaves: Sequence[object]
+) -> tuple[tuple[Any, ...], ...]:
+    """Splits an update's inputs: gradients, params, state, extra arguments."""
+    remaining, num = iter(flat), len(leaves)
+    lengths = num, num, len(layout.avals), None  # None: all that remain
+    return tuple(tuple(itertools.islice(remaining, length)) for length in lengths)
 
 
 def _flatten_state(state: PyTree, layout: StateLayout) -> list[jax.Array]:
