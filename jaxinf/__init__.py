@@ -1,7 +1,8 @@
 """jaxinf: storage-offloaded training for JAX.
 
-Optimizer state lives on drives and is updated near storage; `smart_update` wraps any
-elementwise optax optimizer, `open_store` opens the drives.
+Optimizer state lives on drives and is updated near storage: `open_store` opens the
+drives, `smart_update` wraps any elementwise optax optimizer, and `stream` trains models
+that need not fit in memory.
 """
 
 from importlib.metadata import version as _version

@@ -62,9 +62,12 @@ def open_store(
     """Opens a store, or sets the place where `tx.init` will make one.
 
     Nothing is written here, except with `restore`. An existing store resumes at its
-    last committed step. If this process has the path open already, the result is that
-    store, and options that are not given are its own. A store that a failure has
-    stopped is opened anew.
+    last committed step. A store that a failure has stopped is opened anew.
+
+    In a program of several processes (`jax.distributed.initialize`), all open one path,
+    and each has its member of the run in it, ``path/process-00000`` and so on; or each
+    has a path and a store of its own. ``{process}`` in `csds` is the process's number.
+    In one run only `csds`, `csd` and `memory_bytes` may differ between processes.
 
     Args:
       path: The store's directory; missing or empty for a new one.
@@ -111,10 +114,9 @@ def open_store(
         results (docs/checkpoints.md, "Exports beside training"). Exports take some
         five times the largest chunk out of `memory_bytes`.
 
-    In a program of several processes (`jax.distributed.initialize`), all open one path,
-    and each has its member of the run in it, ``path/process-00000`` and so on; or each
-    has a path and a store of its own. ``{process}`` in `csds` is the process's number.
-    In one run only `csds`, `csd` and `memory_bytes` may differ between processes.
+    Returns:
+      The store of the path: the one that this process has open already, if it does, to
+      whose options those that are given must be equal.
 
     Raises:
       ValueError: An argument is out of range, or differs from the open store's; or

@@ -28,7 +28,7 @@ Where a question is answered:
     how values leave and come back         move/values.py
     how gradients wait for the last        move/spill.py
     which memory they are read into        move/host_buffers.py
-    what threads do all this               move/work_queues.py
+    which threads do this                  move/work_queues.py
     how gradients come to the host         update/gradients.py
     where a gradient becomes an update     update/apply_gradients.py, in_memory.py
     which optimizers can run, in passes    update/update_plan.py

@@ -1,4 +1,4 @@
-"""`jaxinf.stream` and its kin: check their arguments, and make what they ask for.
+"""`jaxinf.stream` and its two variants: they check arguments and make the step.
 
 Invariant: an option that has no effect is refused by name.
 """
@@ -203,8 +203,7 @@ def stream_function(
 
     Args:
       fn: ``fn(params, batch)`` returns any pytree. Traced by JAX: no side effects.
-      store, memory_bytes, device_memory_bytes: Arguments of `jaxinf.stream`.
-      deterministic: Argument of `jaxinf.stream`, too.
+      store, memory_bytes, device_memory_bytes, deterministic: As of `jaxinf.stream`.
       average: Whether it is a function of the params' average instead.
 
     Returns:
@@ -258,11 +257,7 @@ def _options(
 
 
 def _half_of_free_memory() -> int:
-    """Returns the default of `memory_bytes`, and logs it.
-
-    Raises:
-      ValueError: The program has several processes, which would each take as much.
-    """
+    """Logs and returns the default of `memory_bytes`; refuses several processes."""
     free_bytes, limit = free_memory() or (MACHINE_MEMORY_BYTES, "the machine")
     count = all_processes("jaxinf.stream").count
     if count > 1:
