@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,10 +18,10 @@ from jaxinf.cli.arguments import FLAG_FORMS
 from jaxinf.cli.checkpoints import Checkpoint
 from jaxinf.cli.doctor import Doctor
 from jaxinf.cli.inspection import Inspect
-from jaxinf.cli.plan import Plan
+from jaxinf.cli.plan import PlanCommand
 from jaxinf.cli.plan import main as plan
 from jaxinf.cli.report import Report
-from jaxinf.cli.stores import Store
+from jaxinf.cli.stores import StoreCommand
 from jaxinf.cli.verification import Verify
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError, printable
@@ -36,7 +36,9 @@ class Train:
     """Train a model: python -m jaxinf.train, whose --help shows its flags."""
 
 
-COMMANDS: Any = Train | Inspect | Verify | Checkpoint | Store | Doctor | Plan | Report
+_Store = Annotated[StoreCommand, tyro.conf.subcommand("store")]
+_Plan = Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+COMMANDS: Any = Train | Inspect | Verify | Checkpoint | _Store | Doctor | _Plan | Report
 """What ``jaxinf`` can be told to do."""
 
 

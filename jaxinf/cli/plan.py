@@ -38,7 +38,7 @@ _Tiers: TypeAlias = Mapping[str, tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """Count what a training run would take: memory at its peak, disk, and bytes.
 
     Takes the trainer's flags (jaxinf train --help); before them may stand a run's file
@@ -58,7 +58,7 @@ class Plan:
 
 def main(words: Sequence[str]) -> int:
     options, flags = tyro.cli(
-        Plan, prog=_PROG, args=words, return_unknown_args=True, config=FLAG_FORMS
+        PlanCommand, prog=_PROG, args=words, return_unknown_args=True, config=FLAG_FORMS
     )
     config = _read_config(flags)
     if 0 in (options.drive_rate, options.gpu_memory):

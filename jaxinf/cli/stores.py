@@ -26,7 +26,7 @@ from jaxinf.terminal import format_bytes
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreCommand:
     """Make NEW of a step: a store's, a run's, a checkpoint's, or an export's.
 
     In other formats, on other drives, or among another number of processes; what is not

@@ -143,7 +143,9 @@ def _command_lines(program, command):
         hints = typing.get_type_hints(command, include_extras=True)
         union = hints.get("action")
     for one in typing.get_args(union):
-        yield from _command_lines(f"{program} {one.__name__.lower()}", one)
+        kind, *_ = typing.get_args(one) or [one]
+        word = kind.__name__.removesuffix("Command").lower()
+        yield from _command_lines(f"{program} {word}", kind)
     if not typing.get_args(union):
         arguments, flags = [program], []
         for field in dataclasses.fields(command):
