@@ -106,7 +106,7 @@ def static_params(name: str, params: Mapping[str, Any]) -> dict[str, Any] | None
     return {}
 
 
-def bind(
+def evaluate_equation(
     primitive: Primitive,
     operands: Sequence[Any],
     params: Mapping[str, Any],

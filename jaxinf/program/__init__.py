@@ -18,8 +18,8 @@ from jaxinf.program.graph import (
     Value,
     ancestors,
     aval_bytes,
-    bind,
     evaluate,
+    evaluate_node,
     graph_of,
     prune,
 )

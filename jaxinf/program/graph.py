@@ -124,16 +124,16 @@ def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
     return tuple(node for node in nodes if node in needed)
 
 
-def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
+def evaluate_node(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
     """Computes a node with JAX, in the context of its trace; traceable."""
-    return compat.bind(node.primitive, operands, node.params, node.context)
+    return compat.evaluate_equation(node.primitive, operands, node.params, node.context)
 
 
 def evaluate(
     nodes: Sequence[Node],
     outputs: Sequence[Value],
     env: dict[Value, Any],
-    compute: Callable[[Node, Sequence[Any]], Sequence[Any]] = bind,
+    compute: Callable[[Node, Sequence[Any]], Sequence[Any]] = evaluate_node,
 ) -> list[Any]:
     """Computes `outputs` with JAX; traceable.
 

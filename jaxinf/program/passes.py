@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.graph import Node, Value, bind, evaluate
+from jaxinf.program.graph import Node, Value, evaluate, evaluate_node
 from jaxinf.program.prologue import Prologue, as_scalar
 from jaxinf.program.split import describe_origin, is_elementwise
 from jaxinf.program.state import StateSlot
@@ -80,7 +80,7 @@ class PassComputation:
         def compute(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
             if self.is_sliced and node.is_spread:  # as long as the slice
                 return [lax.broadcast(operands[0], env[self.leaf_inputs[0]].shape)]
-            return bind(node, operands)
+            return evaluate_node(node, operands)
 
         results = iter(evaluate(self.nodes, self.outputs, env, compute))
         return [

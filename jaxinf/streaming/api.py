@@ -12,12 +12,7 @@ from typing import Any, Literal
 import optax
 
 from jaxinf.compress import TopK
-from jaxinf.engine import (
-    Store,
-    check_compression,
-    engine_of,
-    open_store,
-)
+from jaxinf.engine import Store, check_compression, engine_of, open_store
 from jaxinf.processes import all_processes
 from jaxinf.program import Average, NonFinitePolicy, with_average
 from jaxinf.streaming.function import FunctionHome

@@ -61,11 +61,7 @@ from jaxinf.streaming.program.meshes import (
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.update.apply_gradients import StoreSink
-from jaxinf.streaming.update.update_plan import (
-    UpdatePlan,
-    initial_inputs,
-    passes_for,
-)
+from jaxinf.streaming.update.update_plan import UpdatePlan, initial_inputs, passes_for
 from jaxinf.typing import PyTree
 
 

@@ -62,7 +62,7 @@ def first_part(batch: PyTree, count: int) -> PyTree:
     return jax.tree_util.tree_map_with_path(part, shapes)
 
 
-def shares_of(
+def relative_weights(
     batch: PyTree, count: int, weights: Callable[[PyTree], Any] | None
 ) -> tuple[float, ...]:
     """Returns each part's weight in relation to the mean weight; 1 if all are equal.

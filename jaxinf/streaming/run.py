@@ -24,12 +24,15 @@ from jaxinf.engine import shard_whole
 from jaxinf.streaming.micro_batches import combine_parts, parts_of
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Plan, StepValue
-from jaxinf.streaming.plan.compiled import (
-    Executables,
-    compile_plan,
-    const_sharding,
+from jaxinf.streaming.plan.compiled import Executables, compile_plan, const_sharding
+from jaxinf.streaming.program.graph import (
+    Batch,
+    Const,
+    IndexArgument,
+    Origin,
+    Piece,
+    Seed,
 )
-from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.transfer import add_span, span
 from jaxinf.typing import PyTree
 
@@ -158,7 +161,7 @@ class Runner:
                     return self._consts[ref.number]
                 case Seed():
                     return seeds[part]
-                case Number():
+                case IndexArgument():
                     return self._put_number(ref.number)
 
         return read

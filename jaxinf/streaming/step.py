@@ -30,7 +30,7 @@ from jaxinf.streaming.count import Count, count
 from jaxinf.streaming.function import FunctionHome, nested_avals
 from jaxinf.streaming.in_memory import MemoryHome
 from jaxinf.streaming.in_store import StoreHome
-from jaxinf.streaming.micro_batches import first_part, shares_of
+from jaxinf.streaming.micro_batches import first_part, relative_weights
 from jaxinf.streaming.plan.calls import Plan
 from jaxinf.streaming.plan.compiled import Executables
 from jaxinf.streaming.plan.cut_to_fit import plan_or_advise, plan_step
@@ -101,7 +101,7 @@ class StreamedStep:
         def run(check: Check) -> tuple[Any, PyTree]:
             self._take_turn(compiled)
             with outside_mesh():
-                shares = shares_of(batch, options.micro_batches, self._weights)
+                shares = relative_weights(batch, options.micro_batches, self._weights)
                 loss, aux, has_changed = compiled.run(
                     batch, shares, options.extra_args, extra_args or {}, check
                 )

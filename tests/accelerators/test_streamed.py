@@ -16,7 +16,7 @@ from ahead_of_time import Target, compiling_for
 from flax import nnx
 from jaxinf_models import MODELS, abstract_params
 from jaxinf_models.losses import task_loss
-from streaming import smallest_bytes
+from streaming_cases import smallest_bytes
 from zoo import ZOO, Program
 
 import jaxinf

@@ -25,7 +25,7 @@ from inject import at_call, die, interrupt, stop
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from streaming import planned_bytes
+from streaming_cases import planned_bytes
 
 import jaxinf
 import jaxinf.engine.binding
@@ -41,7 +41,7 @@ from jaxinf.streaming.update.apply_gradients import StoreSink
 POINTS = {
     "create": (jaxinf.engine.binding, "create_store"),
     "initialise": (jaxinf.engine.updates, "_initial_tasks"),
-    "unpublish": (StoreDirectory, "unpublish"),
+    "remove_record": (StoreDirectory, "remove_record"),
     "update": (StepRunner, "update"),
     "sync": (StoreDirectory, "sync"),
     "record": (StoreDirectory, "write_record"),

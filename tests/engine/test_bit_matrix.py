@@ -15,7 +15,7 @@ import pytest
 import small_stores
 from families import family
 from inject import at_call
-from streaming import states
+from streaming_cases import states
 
 import jaxinf
 from jaxinf.engine import engine_of

@@ -6,7 +6,7 @@ import device_updates
 import numpy as np
 import pytest
 import small_stores
-from streaming import states
+from streaming_cases import states
 
 pytestmark = pytest.mark.optimized
 

@@ -14,7 +14,7 @@ import small_stores
 from families import family
 from raw_stores import chunk_file, flip_bit, stored
 from small_stores import same, train
-from streaming import states
+from streaming_cases import states
 
 import jaxinf
 from jaxinf.cli import main

@@ -12,7 +12,7 @@ from cases import serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import SPECS, make, trained
-from streaming import assert_near, assert_same_bits, by_optax, moved_as_planned
+from streaming_cases import assert_near, assert_same_bits, by_optax, moved_as_planned
 from zoo import ZOO, Program
 
 import jaxinf

@@ -2,7 +2,7 @@
 
 import pytest
 from late_copies import LateCopies
-from streaming import CHUNKS, SGD, SMALL
+from streaming_cases import CHUNKS, SGD, SMALL
 
 import jaxinf
 from jaxinf.streaming.plan import cut_to_fit, memory, offload

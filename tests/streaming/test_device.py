@@ -11,7 +11,7 @@ import pytest
 from families import family
 from inject import at_each_call, raising
 from jax.sharding import SingleDeviceSharding
-from streaming import assert_same_states, read_ahead, trained, unit
+from streaming_cases import assert_same_states, read_ahead, trained, unit
 from zoo import ZOO
 
 from jaxinf.errors import BudgetError, StreamError

@@ -13,7 +13,7 @@ import small_stores
 from device_updates import CHUNKS, TX, batches, open_step
 from inject import at_call, raising
 from raw_stores import memory_directory
-from streaming import assert_same_states, states
+from streaming_cases import assert_same_states, states
 
 import jaxinf
 from jaxinf.errors import StoreError, StreamError

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from inject import at_each_call
-from streaming import SMALL, assert_near, assert_same_bits, bytes_held
+from streaming_cases import SMALL, assert_near, assert_same_bits, bytes_held
 from zoo import ZOO, normal
 
 import jaxinf

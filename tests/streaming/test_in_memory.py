@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from streaming import SMALL, assert_near, assert_same_bits, run
+from streaming_cases import SMALL, assert_near, assert_same_bits, run
 from zoo import ZOO
 
 import jaxinf

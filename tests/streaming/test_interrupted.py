@@ -14,7 +14,7 @@ import streamed_run
 from inject import at_call, at_each_call, interrupt
 from raw_stores import memory_directory
 from streamed_run import CHUNKS, NUM_STEPS, TX, finished, open_step, train
-from streaming import assert_same_states, states, until_it_waits
+from streaming_cases import assert_same_states, states, until_it_waits
 from zoo import ZOO
 
 import jaxinf

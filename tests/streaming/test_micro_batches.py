@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from inject import at_each_call, raising
-from streaming import (
+from streaming_cases import (
     assert_same_bits,
     assert_same_states,
     planned_bytes,
@@ -19,7 +19,7 @@ from streaming import (
     spill_beyond,
     trained,
 )
-from streaming import streamed as streamed_plan
+from streaming_cases import streamed as streamed_plan
 from zoo import ZOO, normal
 
 import jaxinf

@@ -19,7 +19,7 @@ import pytest
 from families import family
 from inject import at_call, at_each_call, raising
 from raw_stores import make_roots
-from streaming import (
+from streaming_cases import (
     CHUNKS,
     assert_same_bits,
     assert_same_states,
@@ -30,7 +30,7 @@ from streaming import (
     states,
     trained,
 )
-from streaming import streamed as streamed_plan
+from streaming_cases import streamed as streamed_plan
 from zoo import ONLY_PLANNED, ZOO, Program, normal
 
 import jaxinf

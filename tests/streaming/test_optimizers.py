@@ -16,7 +16,7 @@ import pytest
 from classify_optimizers import BITS, cases
 from families import family
 from inject import raising
-from streaming import (
+from streaming_cases import (
     CHUNKS,
     assert_near,
     assert_same_bits,

@@ -12,7 +12,7 @@ import pytest
 from families import family
 from hypothesis import given
 from hypothesis import strategies as st
-from streaming import assert_near, in_memory, prepared, run, smallest_bytes, unit
+from streaming_cases import assert_near, in_memory, prepared, run, smallest_bytes, unit
 from zoo import ZOO, Program, normal
 
 from jaxinf.errors import BudgetError

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from streaming import (
+from streaming_cases import (
     CHUNKS,
     assert_same_states,
     moved_as_planned,

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from inject import at_each_call, raising
-from streaming import (
+from streaming_cases import (
     CHUNKS,
     SGD,
     SMALL,

@@ -12,7 +12,7 @@ import optax
 import pytest
 from golden_streams import CUTS, PARAMS, streams, unpacked
 from raw_stores import edit
-from streaming import CHUNKS, run
+from streaming_cases import CHUNKS, run
 from zoo import ZOO
 
 import jaxinf

@@ -9,7 +9,7 @@ import optax
 import pytest
 from families import family
 from golden_streams import streams
-from streaming import (
+from streaming_cases import (
     assert_near,
     assert_same_bits,
     by_optax,

@@ -8,7 +8,13 @@ import jax
 import numpy as np
 import pytest
 from families import family
-from streaming import assert_same_bits, numbers, prepared, smallest_bytes, streamed
+from streaming_cases import (
+    assert_same_bits,
+    numbers,
+    prepared,
+    smallest_bytes,
+    streamed,
+)
 from zoo import ZOO
 
 from jaxinf.program import aval_bytes
