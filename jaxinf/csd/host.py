@@ -120,7 +120,7 @@ class HostCsd:
             address = _host_buffer(buffer).memory.address + extent.buffer_offset_bytes
             places.extend((address, extent.file_offset_bytes, extent.num_bytes))
         files = [transfer.file for transfer in transfers]
-        moved_bytes = native.move(files, places, writes=writes)
+        moved_bytes = native.move_many(files, places, writes=writes)
         meter = "drive_write_bytes" if writes else "drive_read_bytes"
         self._meters.add(**{meter: sum([n for n in moved_bytes if n > 0])})
         move_one = write_from if writes else read_into

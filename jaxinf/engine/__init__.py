@@ -11,7 +11,7 @@ Where a question is answered:
     what a store must have for a run     description.py
     whose params a step may use          resume_check.py
     how a gradient becomes tasks         step_runner.py, updates.py
-    in which order a commit is durable   store_files.py (`publish`)
+    in which order a commit is durable   store_files.py (`commit_finished`)
     where a chunk's newest bytes are     chunks.py
     how chunks are cut to be moved       subgroup_table.py
     which state stays in memory          subgroup_table.py (`choose_cached`)

@@ -203,5 +203,5 @@ def _reopen_as_new(engine: Engine) -> None:
     committed = files.directory.committed_slot()
     assert committed is not None
     files.close()
-    files.directory.unpublish(other_slot(committed))
+    files.directory.remove_record(other_slot(committed))
     engine.steps = open_steps(engine, files.directory, None)

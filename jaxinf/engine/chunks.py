@@ -1,6 +1,6 @@
 """The newest version of every chunk: its slot, its checksum, and how it is moved.
 
-      stored ──end_step──► working slot ──end_commit──► committed slot
+      stored ──promote_stored──► working slot ──end_commit──► committed slot
 
 Invariant: readers load the version of the last finished step, and every chunk that
 differs from its checksum is detected: no result of it is stored or returned.
@@ -38,6 +38,14 @@ _Parts: TypeAlias = dict[int, tuple[int, int]]
 class ChunkTable:
     """The chunk files of a store, by number in `Manifest.held_chunks`. Thread-safe.
 
+    The states of an entry, which is a chunk:
+
+      _is_working    the newest version is in `target`, of a step without a commit
+      _is_in_memory  the newest version is not on the drive
+      _is_linked     both slots have the same file
+      _deferred      the step under way stores it in memory only
+      _prepared      `target` may have parts of it that the step under way wrote
+
     Args:
       target: The slot that steps write to until the next commit.
       checksums: Of the committed step's chunks, by array name; empty for a new store.
@@ -61,10 +69,11 @@ class ChunkTable:
         self._is_linked = bytearray(len(self._sums))
         self._is_in_memory = bytearray(len(self._sums))
         self._lock = threading.Lock()
-        self._parts: dict[int, _Parts] = {}  # of newest versions, where they are known
-        self._read_parts: dict[int, _Parts] = {}  # of other newest versions, as read
-        self._callers_parts: dict[int, _Parts] = {}  # of params that a caller gave
-        self._stored_parts: dict[int, _Parts] = {}  # of the step under way
+        self._newest_parts: dict[int, _Parts] = {}  # those that this process wrote
+        # Parts read in this step, of chunks that this process did not write.
+        self._first_reads: dict[int, _Parts] = {}
+        self._callers_copies: dict[int, _Parts] = {}  # params to compare with these
+        self._step_writes: dict[int, _Parts] = {}  # what the step under way stores
         self._deferred: set[int] = set()
         self._prepare_lock = threading.Lock()
         self._prepared: set[int] = set()
@@ -116,13 +125,13 @@ class ChunkTable:
         actual, expected, when = checksum, self._sums[entry], "as written"
         if layout.sizes[state] < self._lengths[entry]:
             with self._lock:
-                if known := self._parts.get(entry):
+                if known := self._newest_parts.get(entry):
                     expected, _ = known[offset]
-                elif first := self._read_parts.get(entry, {}).get(offset):
+                elif first := self._first_reads.get(entry, {}).get(offset):
                     expected, _ = first
                     when = f"when elements from {offset} on were read before"
                 else:
-                    parts = self._add(self._read_parts, layout, state, checksum)
+                    parts = self._add(self._first_reads, layout, state, checksum)
                     actual = self._combine(entry, parts)
         if actual not in (None, expected):
             file = layout.file(state)
@@ -136,10 +145,10 @@ class ChunkTable:
         """
         entry = layout.entries[state]
         with self._lock:
-            parts = self._add(self._callers_parts, layout, state, checksum)
+            parts = self._add(self._callers_copies, layout, state, checksum)
             actual = self._combine(entry, parts)
             if actual is not None:
-                del self._callers_parts[entry]
+                del self._callers_copies[entry]
         return actual in (None, self._sums[entry])
 
     def note_stored(
@@ -156,7 +165,7 @@ class ChunkTable:
             self._is_linked[entry] = False
             if is_in_memory:
                 self._deferred.add(entry)
-            self._add(self._stored_parts, layout, state, checksum)
+            self._add(self._step_writes, layout, state, checksum)
 
     def prepare_write(self, layout: SubgroupLayout, state: int) -> Path:
         """Returns the file of the target slot to write a part of a chunk to.
@@ -176,18 +185,18 @@ class ChunkTable:
 
     # --- steps and commits -----------------------------------------------------------
 
-    def end_step(self) -> None:
+    def promote_stored(self) -> None:
         """Makes what the step has stored the newest version."""
         with self._lock:
-            for entry, parts in self._stored_parts.items():
+            for entry, parts in self._step_writes.items():
                 whole = self._combine(entry, parts)
                 assert whole is not None, "a step writes all of a chunk"
                 self._sums[entry] = whole
                 self._is_working[entry] = True
                 self._is_in_memory[entry] = entry in self._deferred
                 if len(parts) > 1:
-                    self._parts[entry] = parts
-            self._read_parts.clear()
+                    self._newest_parts[entry] = parts
+            self._first_reads.clear()
         self.forget_step()
 
     def end_flush(self) -> None:
@@ -198,9 +207,9 @@ class ChunkTable:
     def forget_step(self) -> None:
         """Forgets the writes of a step that has not ended, and keeps its reads."""
         with self._lock:
-            self._stored_parts.clear()
+            self._step_writes.clear()
             self._deferred.clear()
-            self._callers_parts.clear()
+            self._callers_copies.clear()
         with self._prepare_lock:
             self._prepared.clear()
 

@@ -52,7 +52,6 @@ class LeafDescription:
       record: The leaf without chunks and codecs. Its states are the fp32 master params,
         then the kernel's slots in its order, then the error feedback if gradients are
         compressed with it.
-      gradients: The forms in which its gradients may come.
       shards: The leaf's shards, with the processes that have each.
     """
 
@@ -74,7 +73,6 @@ class StoreDescription:
     Attributes:
       scalar_paths: Paths of the scalar state in the optax state.
       average: Codec of the params' average in a new store; empty for none.
-      layout: The places of the stored and the scalar state in the optax state.
     """
 
     leaves: tuple[LeafDescription, ...]

@@ -46,7 +46,6 @@ class Exports:
     """The exports of a store since it was opened.
 
     Attributes:
-      infos: The exports that have ended.
       current_url: The target of the export under way; empty without one.
       stop: When set, gives up the export under way and later ones.
     """

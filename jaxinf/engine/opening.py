@@ -80,6 +80,7 @@ def _check_count(path: Path, num_members: int, group: Group) -> None:
 
 
 def check_place(path: Path, group: Group) -> None:
+    """Refuses what is no store, or not this run's; another process may be making it."""
     check_writable(path)
     if not path.exists() or has_store(path):
         return

@@ -1,6 +1,6 @@
 """Ties a run's params and state to the store's last step.
 
-      is step bound? ─ no ─► begin(step) ──► compare(leaf) … ──► finish ──► update
+      is it expected? ─ no ─► begin(step) ──► compare(leaf) … ──► finish ──► update
          └─────────── yes ───────────────────────────────────────────────────┘
 
 Invariant: a step begins from the state of the step before it; the first one of a run,
@@ -34,12 +34,12 @@ class ResumeCheck:
     """Compares a run's params with the last step, before the run's first update.
 
     Attributes:
-      bound_step: The step of the state that the next update must be given; None until
-        the run's params are compared.
+      expected_step: The step of the state that the next update must be given; None
+        until the run's params are compared.
     """
 
     def __init__(self, files: StoreFiles) -> None:
-        self.bound_step: int | None = None
+        self.expected_step: int | None = None
         self._files = files
         self._reading = threading.Lock()  # so that one comparison has memory
         self._differing_leaf = ""
@@ -79,7 +79,7 @@ class ResumeCheck:
             self._differing_leaf = record.name
 
     def finish(self) -> None:
-        """Binds the run if no leaf differs; all must have been compared."""
+        """Accepts the run's params, or refuses them; all must have been compared."""
         files, leaf = self._files, self._differing_leaf
         path, step = files.options.path, files.commit.step
         if leaf and not step:
@@ -92,7 +92,7 @@ class ResumeCheck:
                 "store.params(like=params), or restore params and state from one "
                 f"checkpoint, {RESTART_REMEDY}"
             )
-        self.bound_step = step
+        self.expected_step = step
 
 
 def compare_chunks(

@@ -1,6 +1,6 @@
 """Runs the steps of an open store: updates, waits, commits.
 
-      update(leaf 0) … update(leaf n) ──► finish ──► [drain, sync, publish] ──► prefetch
+      update(leaf 0) … update(leaf n) ──► finish ──► [drain, sync, commit] ──► prefetch
        blocks until the leaf's result is there        in the background
 
 Invariant: no write of a step starts before the commit of the one before it has
@@ -95,7 +95,6 @@ class StepRunner:
     Attributes:
       files: The store's files, with the records of the last steps.
       resume_check: Ties a run's params and state to the last step.
-      metrics: Metrics of the last few steps of this process.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class StepRunner:
             )
         if self._step is None:
             if not files.num_uncommitted:
-                files.directory.unpublish(files.chunks.target)
+                files.directory.remove_record(files.chunks.target)
             if not self.metrics:  # earlier traffic is of `init`, not of a step
                 self._counted = files.meters.snapshot()
             files.mover.defer_writes(not self._must_commit(step + 1))
@@ -208,7 +207,6 @@ class StepRunner:
         next commit.
 
         Args:
-          step: The step of the caller's state.
           inexact: The greatest difference of each leaf whose 16-bit params at the
             caller are not `UpdateRequest.out` to the bit; the next step does not use
             the caller's.
@@ -239,8 +237,8 @@ class StepRunner:
                 streams={**files.finished.streams, **streams},
                 **carry_fields(carry),
             )
-            end_step = partial(self._end_step, record, ended, time.monotonic())
-            self._start_ending(BackgroundCall(end_step))
+            complete = partial(self._complete_step, record, ended, time.monotonic())
+            self._start_ending(BackgroundCall(complete))
 
     def _check_complete(self, ended: _Step, kept: Collection[int]) -> None:
         files = self.files
@@ -281,14 +279,16 @@ class StepRunner:
         is_due = every is not None and step - self.files.commit.step >= every
         return is_due or options.keeps(step) or options.exports(step)
 
-    def _end_step(self, record: CommitRecord, ended: _Step, updated_s: float) -> None:
+    def _complete_step(
+        self, record: CommitRecord, ended: _Step, updated_s: float
+    ) -> None:
         files, options, step = self.files, self.files.options, record.step
         try:
             with span("drain"):
                 files.mover.drain()
-            files.end_step(record)
+            files.note_finished(record)
             if self._must_commit(step):
-                files.publish()
+                files.commit_finished()
             if options.keeps(step):
                 made = save_checkpoint(files.directory, overwrite=True)
                 options.remove_surplus_checkpoints(files.directory, made)
@@ -320,7 +320,7 @@ class StepRunner:
     def _read_ahead(self, ended: _Step) -> None:
         """Reads for the next step what this one has, in the order of its gradients."""
         files = self.files
-        cached = files.mover.end_step()
+        cached = files.mover.drop_prefetched()
         # A step that reads states first would take what was read ahead.
         if not (ended.reads_states_first or files.health.is_closed):
             updated = ended.updated.items()
@@ -338,7 +338,7 @@ class StepRunner:
                 self.files.mover.drain()
                 self._check_undoable(step)
                 self.files.chunks.forget_step()
-                self.files.mover.end_step(step.updated)
+                self.files.mover.drop_prefetched(given_up=step.updated)
                 self._step = None
 
     def _check_undoable(self, step: _Step) -> None:
@@ -358,8 +358,8 @@ class StepRunner:
         """Begins a step that the caller's tasks write in place of the last one."""
         files = self.files
         files.cache_only(frozenset())  # what was read is of the step before
-        files.mover.end_step()
-        files.directory.unpublish(files.chunks.target)
+        files.mover.drop_prefetched()
+        files.directory.remove_record(files.chunks.target)
         files.mover.defer_writes(False)
 
     def commit_written_step(self, step: int, scalars: Sequence[ScalarState]) -> None:
@@ -368,18 +368,21 @@ class StepRunner:
         files.mover.drain()
         files.health.check()
         payload, state = self._take_payload(step), tuple(scalars)
-        files.end_step(CommitRecord(step=step, scalar_state=state, payload=payload))
+        record = CommitRecord(step=step, scalar_state=state, payload=payload)
+        files.note_finished(record)
         self._commit()
         self._on_replaced()
-        self.resume_check.bound_step = None if step else 0
+        self.resume_check.expected_step = None if step else 0
         files.choose_cached()
 
     def _commit(self) -> None:
         files = self.files
         try:
-            files.publish()
+            files.commit_finished()
             if self._step is not None:
-                files.directory.unpublish(files.chunks.target)
+                # It began before this commit, and will now write to the other slot,
+                # whose record must go first.
+                files.directory.remove_record(files.chunks.target)
         except BaseException as error:
             files.health.fail(error)
             raise

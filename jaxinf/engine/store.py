@@ -378,7 +378,6 @@ class Store:
         """Sets the caller's payload for the commit of a future step.
 
         Args:
-          step: The step.
           payload: JSON: position in the data, random seeds, ….
 
         Raises:

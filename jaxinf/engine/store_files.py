@@ -75,7 +75,7 @@ class StoreFiles:
       fleet: The store's CSDs, which `close` closes.
 
     Attributes:
-      chunks: The newest version of each chunk.
+      memory_bytes: The limit of buffers on the host.
       is_new: Whether no step is committed yet; then every leaf must be initialised.
       commit: The last committed step's record; of a new store one of step 0.
       finished: The record of the last finished step, which may not be committed yet.
@@ -141,12 +141,12 @@ class StoreFiles:
             self.memory_bytes = limit_bytes
             if not self.is_new:
                 self.choose_cached()
-                self.mover.end_step()  # drops what was prefetched
+                self.mover.drop_prefetched()
         self.fleet.limit_memory(limit_bytes)
 
-    def end_step(self, record: CommitRecord) -> None:
+    def note_finished(self, record: CommitRecord) -> None:
         """Makes what was written the last finished step; no write may be in flight."""
-        self.chunks.end_step()
+        self.chunks.promote_stored()
         self.finished = record
 
     def choose_cached(self) -> None:
@@ -178,7 +178,7 @@ class StoreFiles:
 
     # --- a commit --------------------------------------------------------------------
 
-    def publish(self) -> None:
+    def commit_finished(self) -> None:
         """Commits the last finished step, after its deferred writes."""
         self._flush()
         self.chunks.link_unwritten()

@@ -178,9 +178,10 @@ def export_huggingface(
       FileExistsError, StoreError: As for `export_safetensors`.
     """
     params = param_arrays(step, average=average)
-    architecture, task = (
-        _architecture(step) if like is None else _architecture_like(params, like)
-    )
+    if like is None:
+        architecture, task = _architecture_and_task(step)
+    else:
+        architecture, task = _architecture_like(params, like)
     tensors = _tensors(params, architecture, dtype)
     config = write_config(architecture, task, tensors[0].dtype.name)
     files = {**(beside or {}), "config.json": config}
@@ -188,7 +189,7 @@ def export_huggingface(
     write_tensors(destination, tensors, {"format": "pt"}, files, options)
 
 
-def _architecture(step: CommittedStep) -> tuple[Architecture, str]:
+def _architecture_and_task(step: CommittedStep) -> tuple[Architecture, str]:
     record = committed_architecture(step)
     if record.get("model") not in FAMILIES:
         raise ExchangeError(

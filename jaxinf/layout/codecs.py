@@ -118,7 +118,7 @@ def encode_int8(
 
 
 def decode_int8(codes: Array, scales: Array) -> Array:
-    of_unsigned, of_signed = _tables()
+    of_unsigned, of_signed = _decode_tables()
     scale = np.repeat(scales, CODE_BLOCK)[: codes.size]
     values = np.where(scale < 0, of_signed[codes], of_unsigned[codes]) * np.abs(scale)
     values[np.abs(values) < _TINY] = 0
@@ -201,7 +201,7 @@ def _codes_of(y: Array, up: Array, top: int, num_decades: int) -> Array:
 
 
 @cache
-def _tables() -> tuple[Array, Array]:
+def _decode_tables() -> tuple[Array, Array]:
     of_unsigned, of_signed = np.zeros(256), np.zeros(256)
     for table, decades in ((of_unsigned, 8), (of_signed, 7)):
         for decade in range(decades):

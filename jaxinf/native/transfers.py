@@ -18,7 +18,9 @@ from jaxinf.native import libraries, toolchain
 _LOGGER = logging.getLogger("jaxinf.native")
 
 
-def move(files: Sequence[Path], places: "array[int]", *, writes: bool) -> Sequence[int]:
+def move_many(
+    files: Sequence[Path], places: "array[int]", *, writes: bool
+) -> Sequence[int]:
     """Moves bytes between files and memory by direct I/O; releases the GIL; blocks.
 
     Args:

@@ -4,8 +4,8 @@ One update, from top to bottom; ═ is a call of the host:
 
     module      in JAX                               HostFunctions   engine
     transform   update(grads, state, params)
-    update      the state's step ══════════════════► must_bind       is it the last one?
-                if not: all params ════════════════► compare, bind   read, compare
+    update      the state's step ══════════════════► must_compare    is it the last one?
+                if not: all params ════════════════► compare         read, compare
                 prologue: counts, norms, schedules
     leaf_call   gradients, as soon as ready ═══════► update          read, kernel, write
                 updates ◄═══════════════════════════

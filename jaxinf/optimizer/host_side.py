@@ -95,7 +95,7 @@ class StartedUpdates:
         return future.result()
 
 
-BOUND, UNBOUND = 0, 1
+ACCEPTED, NOT_COMPARED = 0, 1
 """Whether the run's params were compared with the store's; or `callback.FAILED`."""
 
 COMMITTED, SKIPPED = 0, 1
@@ -169,7 +169,7 @@ class HostFunctions:
 
     # --- callbacks -----------------------------------------------------------------
 
-    def must_bind(
+    def must_compare(
         self, description: StoreDescription, out: Array, step: Array, *, waits: bool
     ) -> None:
         """Callback before a step: tells whether params must be compared with the store.
@@ -180,14 +180,14 @@ class HostFunctions:
         """
         engine = self.engine
         bind_optimizer(engine, description)
-        is_bound = engine.resume_check.bound_step == int(step)
+        is_accepted = engine.resume_check.expected_step == int(step)
         if waits and engine.options.exports(int(step)):
             engine.steps.join()
-        if not is_bound:
+        if not is_accepted:
             engine.steps.abandon()  # a step whose computation ended before its commit
             engine.steps.wait()
             engine.resume_check.begin(int(step))
-        out[...] = BOUND if is_bound else UNBOUND
+        out[...] = ACCEPTED if is_accepted else NOT_COMPARED
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
@@ -197,10 +197,10 @@ class HostFunctions:
             self.engine.resume_check.compare(leaf.number, leaf.params, origin)
         outs.statuses[...] = FINITE
 
-    def bind(
+    def accept_params(
         self, description: StoreDescription, out: Array, comparison: Comparison
     ) -> None:
-        """Callback when every leaf was compared: binds the run to its step."""
+        """Callback when every leaf was compared: accepts the params or refuses them."""
         self._raise_failure(int(comparison.step), comparison.statuses)
         if np.any(comparison.differing):
             leaves = description.leaves
@@ -213,7 +213,7 @@ class HostFunctions:
                 "store.params(like=params), in every process"
             )
         self.engine.resume_check.finish()
-        out[...] = BOUND
+        out[...] = ACCEPTED
 
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
         """Writes zeros into results of which other processes fill a part."""
@@ -348,7 +348,7 @@ class HostFunctions:
                 kept=kept,
                 carry=dict(zip(paths, end.carried, strict=True)),
             )
-            engine.resume_check.bound_step = step + 1
+            engine.resume_check.expected_step = step + 1
             verdict[...] = COMMITTED
 
 

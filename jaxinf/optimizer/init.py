@@ -79,7 +79,7 @@ class HostInit:
                 if self._optimizer.on_existing == "restart":
                     restart_store(engine, self._description)
         is_new = bind_optimizer(engine, self._description, may_create=True)
-        if is_first and not is_new and engine.resume_check.bound_step:
+        if is_first and not is_new and engine.resume_check.expected_step:
             raise StoreMismatchError(
                 f"{path}: expected the first init on this open store, "
                 "found one after steps of its own: it would keep moments and counts, "
@@ -132,7 +132,7 @@ class HostInit:
                 0, named_scalars(self._description, scalars)
             )
         else:
-            engine.resume_check.bound_step = None
+            engine.resume_check.expected_step = None
         commit = engine.files.finished
         self._check_scalars(scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)

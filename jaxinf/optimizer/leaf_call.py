@@ -148,7 +148,6 @@ class HostCall(NamedTuple):
     """The data of one call of the host.
 
     Attributes:
-      scalars: The prologue's scalars for the kernels.
       step: int32, the state's step; None in `init`.
       device: int32, position of the JAX device along each axis of the mesh; None
         without a mesh.

@@ -44,7 +44,7 @@ from jaxinf.optimizer.callback import (
     call_together,
     shares_memory,
 )
-from jaxinf.optimizer.host_side import COMMITTED, UNBOUND, Comparison, StepEnd
+from jaxinf.optimizer.host_side import COMMITTED, NOT_COMPARED, Comparison, StepEnd
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
@@ -98,7 +98,7 @@ def run_update(
     _, program, description = optimizer.trace(arguments.params, extra_args, shardings)
     step = _StepCalls(optimizer, program, description, shardings, state)
     step.check(gradients, carry)
-    ready = step.bind(params)
+    ready = step.compare_params(params)
     leaves = step.leaf_calls(gradients, params)
     scalars, inputs, ready = step.run_prologue(leaves, params, extra_args, ready)
     calls = [
@@ -158,7 +158,7 @@ class _StepCalls:
             self.optimizer.check_shards(self.description, self.shardings)
         check_carried(engine.path, carry, self.description.contents.state_names)
 
-    def bind(self, params: Sequence[jax.Array]) -> jax.Array:
+    def compare_params(self, params: Sequence[jax.Array]) -> jax.Array:
         """Compares params with the store, unless the state is the last step's.
 
         Then this is one call without arrays. No collective comes before the
@@ -168,24 +168,24 @@ class _StepCalls:
         host, mesh = self.optimizer.host, mesh_of(self.shardings)
         verdict = jax.ShapeDtypeStruct((), np.int32)
         waits = mesh is not None
-        must_bind = host.guarded(host.must_bind, self.description, waits=waits)
-        is_unbound = call_together(must_bind, self.state.step, verdict, mesh)
+        must_compare = host.guarded(host.must_compare, self.description, waits=waits)
+        status = call_together(must_compare, self.state.step, verdict, mesh)
 
         def compare() -> jax.Array:
             leaves = [replace(self._leaf(n), params=p) for n, p in enumerate(params)]
             guarded, dtypes = host.guarded(host.compare), [None] * len(leaves)
             _, statuses = send_leaves(guarded, leaves, dtypes, shares=False)
-            statuses = jnp.concatenate([is_unbound[None], *statuses])
+            statuses = jnp.concatenate([status[None], *statuses])
             differing = [jnp.zeros(0, jnp.int32)]
             if mesh is not None and jax.process_count() > 1:
                 pairs = zip(params, self.shardings, strict=True)
                 differing += [replicas_differ(*p).astype(np.int32)[None] for p in pairs]
             differing = jnp.concatenate(differing)
             comparison = Comparison(self.state.step, statuses, differing)
-            bind = host.guarded(host.bind, self.description)
-            return call_together(bind, comparison, verdict, mesh)
+            accept = host.guarded(host.accept_params, self.description)
+            return call_together(accept, comparison, verdict, mesh)
 
-        return lax.cond(is_unbound == UNBOUND, compare, lambda: is_unbound)
+        return lax.cond(status == NOT_COMPARED, compare, lambda: status)
 
     def leaf_calls(
         self, gradients: Sequence[jax.Array | None], params: Sequence[jax.Array]
@@ -298,7 +298,6 @@ class _StepCalls:
         return call_once(commit, end, verdict, mesh_of(self.shardings))
 
     def _leaf(self, number: int) -> LeafCall:
-        """Returns a leaf's call without data."""
         sharding = self.shardings[number] if self.shardings else None
         return LeafCall(number, self.description.leaves[number].record.shape, sharding)
 

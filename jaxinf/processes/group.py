@@ -1,6 +1,6 @@
 """The processes of a run, as one of them sees them, and their messages.
 
-     publish: a value of this process, which the others see at once
+     post:    a value of this process, which the others see at once
      gather:  every process gives a value ──► each gets the values of all
      agree:   every process gives the same value, or all raise
      first:   process 0 does something ──► all get its value
@@ -152,14 +152,14 @@ class Group:
             return
         self.num_barriers += 1
         topic = f"barrier/{self.num_barriers}"
-        self.publish(topic)
+        self.post(topic)
         present = self._await_texts(topic, range(self.count), what)
         absent = [n for n in range(self.count) if n not in present]
         failed = self._failed(absent)
         if silent := [n for n in absent if n not in failed]:
             silent_groups.append(self)
             # They may come later, and must not go on then.
-            self.publish("failed", f"it waited for process {_listed(silent)} in vain")
+            self.post("failed", f"it waited for process {_listed(silent)} in vain")
             raise ProcessError(
                 f"{self.where}: {what}: expected all {self.count} processes to be "
                 f"ready within {self.limit_s:g} s, or to work on it, found none of "
@@ -183,9 +183,9 @@ class Group:
             json.dumps(value)
         except BaseException as error:
             with contextlib.suppress(ProcessError):  # the service is gone
-                self.publish(topic, {"error": _error_text(error)})
+                self.post(topic, {"error": _error_text(error)})
             raise
-        self.publish(topic, {"what": what, "value": value})
+        self.post(topic, {"what": what, "value": value})
         return value
 
     def _values(self, topic: str, what: str, numbers: Sequence[int]) -> list[Any]:
@@ -208,19 +208,19 @@ class Group:
         for earlier in read if self.number == 0 else ():
             self.retract(earlier)
 
-    # --- published values ----------------------------------------------------------
+    # --- posted values -------------------------------------------------------------
 
-    def publish(
+    def post(
         self, topic: str, value: JsonValue = None, *, replaces: bool = False
     ) -> None:
-        """Publishes this process's value of a topic, once unless it replaces one."""
+        """Posts this process's value of a topic, once unless it replaces one."""
         text, key = json.dumps(value), f"{self._key(topic)}/{self.number}"
         if self.service is not None:
             with self._service_call(topic):
                 self.service.put(key, text, self.limit_s, replaces=replaces)
 
-    def published(self, topic: str) -> dict[int, Any]:
-        """Returns the values that processes have published so far, by number."""
+    def posted(self, topic: str) -> dict[int, Any]:
+        """Returns the values that processes have posted so far, by number."""
         if self.service is None:
             return {}
         with self._service_call(topic):
@@ -279,7 +279,7 @@ class Group:
                         text = self.service.get(key, _LAST_LOOK_S)  # it came meanwhile
                         break
                     if text is None:
-                        before, progress = progress, self.published("progress")
+                        before, progress = progress, self.posted("progress")
                         for other, count in progress.items():  # not only of this one
                             if before.get(other, count) != count:
                                 heard_s[other] = time.monotonic()
@@ -291,8 +291,8 @@ class Group:
 
     def _failed(self, missing: Sequence[int]) -> dict[int, str]:
         """Returns why processes failed, or why missing ones have left, by number."""
-        closed = self.published("closed") if missing else {}
-        return {n: closed[n] for n in missing if n in closed} | self.published("failed")
+        closed = self.posted("closed") if missing else {}
+        return {n: closed[n] for n in missing if n in closed} | self.posted("failed")
 
     def _absent_error(self, missing: Sequence[int], what: str) -> ProcessError:
         if failed := self._failed(missing):
@@ -346,7 +346,7 @@ class Group:
                     continue
                 last = now
                 try:
-                    self.publish("progress", now, replaces=True)
+                    self.post("progress", now, replaces=True)
                 except ProcessError as error:  # the service is gone
                     _LOG.debug("%s: no progress was told: %s", self.where, error)
                     return
@@ -366,7 +366,7 @@ class Group:
             self._has_failed = True
         if not isinstance(error, ProcessError):  # else the others know
             text = _error_text(error)
-            tell = functools.partial(self._try_publish, "failed", text)
+            tell = functools.partial(self._try_post, "failed", text)
             try:
                 threading.Thread(target=tell, name="jaxinf-tell", daemon=True).start()
             except RuntimeError:  # at the program's exit there are no new threads
@@ -375,18 +375,18 @@ class Group:
     def leave(self) -> None:
         """Tells the others that this process makes no more calls."""
         self._has_left.set()
-        self._try_publish("closed", "it closed the store")
+        self._try_post("closed", "it closed the store")
 
-    def _try_publish(self, topic: str, text: str) -> None:
+    def _try_post(self, topic: str, text: str) -> None:
         try:
-            self.publish(topic, text)
+            self.post(topic, text)
         except ProcessError as error:  # the service is gone, and with it the others
             _LOG.debug("%s: the others were not told: %s", self.where, error)
 
     def failure_of_others(self, step: int) -> ProcessError:
         """Waits for the error of a step that failed in another process; returns it."""
         until_s = time.monotonic() + 5
-        while not (failed := self.published("failed")):
+        while not (failed := self.posted("failed")):
             if time.monotonic() > until_s:
                 return ProcessError(
                     f"{self.where}: step {step}: another process of the run failed, "

@@ -5,7 +5,7 @@
     documents.py         how is a JSON document sealed, and a stranger's checked?
     manifest.py          jaxinf.json: which leaves, in which chunks, on which CSDs?
     carried_arrays.py    which further arrays does a step carry?
-    commit.py            commit.json: what does a commit say?
+    commit_record.py     commit.json: what does a commit say, and which are its actions?
     lock.py              which process may write?
     directory.py         where does a file lie, and how does a slot become a step?
     claims.py            whose are the chunks on a CSD?
@@ -44,7 +44,7 @@ from jaxinf.store.checkpoints import (
     take_over,
 )
 from jaxinf.store.claims import check_roots, open_for_reading, open_for_writing
-from jaxinf.store.commit import (
+from jaxinf.store.commit_record import (
     SCHEDULE_FREE,
     CommitRecord,
     KeptCuts,

@@ -1,7 +1,7 @@
 """The checkpoints of one store: steps that are kept by hard links.
 
       save      current slot ──links──► checkpoints/NAME
-      restore   checkpoints/NAME ──links──► spare slot ──publish──► current
+      restore   checkpoints/NAME ──links──► spare slot ──flip──► current
 
 Invariant: a listed checkpoint is complete and durable: it is made under another name,
 which is then renamed. The writer replaces every file that has a second link.
@@ -20,7 +20,7 @@ from pathlib import Path
 from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.store.carried_arrays import write_carry
 from jaxinf.store.claims import claim_csds, open_for_writing
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit_record import CommitRecord
 from jaxinf.store.creation import check_free_space
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory, is_folder, other_slot
 from jaxinf.store.lock import lock_exclusively
@@ -89,7 +89,7 @@ def save_checkpoint(
     """
     new = f"checkpoints/.new-{uuid.uuid4().hex}"
     with _locked(directory) as directory, contextlib.ExitStack() as undo:
-        with lock_exclusively(directory.publish_lock):
+        with lock_exclusively(directory.flip_lock):
             slot = directory.require_committed_slot()
             record = directory.read_record(slot)
             name = str(record.step) if name is None else name
@@ -142,7 +142,7 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     record, contents = step.commit, step.read_carry()
     spare = other_slot(directory.require_committed_slot())
     _check_space(directory, None)
-    directory.unpublish(spare)
+    directory.remove_record(spare)
     for chunk in directory.manifest.held_chunks():
         directory.link_chunk(place, spare, chunk)
     make_carry(directory.step_path(spare), directory.manifest, record.carry)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.documents import MOST_BYTES
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit_record import CommitRecord
 from jaxinf.store.directory import StoreDirectory, check_store_exists
 from jaxinf.store.manifest import Manifest, without_csds
 from jaxinf.store.members import (

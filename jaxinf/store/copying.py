@@ -25,7 +25,7 @@ from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import rounding_of_chunk
 from jaxinf.store.carried_arrays import write_carry
 from jaxinf.store.claims import check_roots, check_roots_outside_store, claim_csds
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit_record import CommitRecord
 from jaxinf.store.copy_source import CopySource
 from jaxinf.store.creation import begin_store, check_free_space, required_bytes
 from jaxinf.store.directory import StoreDirectory, link_beneath

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxinf.errors import StoreFormatError, StoreSpaceError
 from jaxinf.store.claims import check_claims, check_roots_outside_store, claim_csds
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit_record import CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory
 from jaxinf.store.step_files import make_step_files
 from jaxinf.terminal import format_bytes

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit_record import CommitRecord
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import ChunkFile, Manifest
 from jaxinf.transfer import (
@@ -82,7 +82,7 @@ class StoreDirectory:
     Attributes:
       lock: The writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
-      publish_lock: Path of the file that is locked by a flip and by a snapshot.
+      flip_lock: Path of the file that is locked by a flip and by a snapshot.
       csd_directories: The store's directory on each CSD; without CSDs the store.
     """
 
@@ -90,7 +90,7 @@ class StoreDirectory:
         self, path: Path, manifest: Manifest, lock: StoreLock | None = None
     ) -> None:
         self.path, self.manifest, self.lock = path, manifest, lock
-        self.publish_lock = path / "publish.lock"
+        self.flip_lock = path / "publish.lock"
         name = f"jaxinf-{manifest.store_id}"
         self.csd_directories = [Path(root) / name for root in manifest.csds] or [path]
         self._replace_lock = threading.Lock()
@@ -199,7 +199,7 @@ class StoreDirectory:
     # Each of the following refuses to go on if another process may hold the store's
     # lock, too.
 
-    def unpublish(self, slot: Slot) -> None:
+    def remove_record(self, slot: Slot) -> None:
         """Removes the record of a slot that is about to be rewritten."""
         self._check_lock()
         assert slot != self.committed_slot()
@@ -221,7 +221,7 @@ class StoreDirectory:
     def flip(self, slot: Slot) -> None:
         """Makes a slot with a record the committed one."""
         temporary, current = self.path / "current.tmp", self.path / "current"
-        with translated("commit", current), lock_exclusively(self.publish_lock):
+        with translated("commit", current), lock_exclusively(self.flip_lock):
             self._check_lock()
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(f"slots/{slot}")
@@ -259,7 +259,7 @@ class StoreDirectory:
         return file
 
     def link_chunk(self, source: str, target: Slot, chunk: ChunkFile) -> None:
-        """Hard-links a chunk of another step into an unpublished slot."""
+        """Hard-links a chunk of another step into a slot without a record."""
         old, new = self.chunk_path(source, chunk), self.chunk_path(target, chunk)
         with self._replace_lock:
             # A file with a single link is not in the other slot.

@@ -9,7 +9,6 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from jaxinf.store.checkpoints import (
     take_over,
 )
 from jaxinf.store.claims import open_for_reading, open_for_writing
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit_record import CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory, other_slot
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.steps import (
@@ -45,18 +44,6 @@ from jaxinf.typing import PathLikeStr
 _MEMBER = re.compile(r"process-\d{5,}")
 _NUM_ATTEMPTS = 20
 _PAUSE_S = 0.2
-
-
-class CommitAction(Enum):
-    """The actions of a commit, in order; docs/format.md says why.
-
-    Each has ended, and is durable, before the next begins.
-    """
-
-    SYNC = "sync"  # the step's chunks become durable
-    RECORD = "record"  # the slot gets its record
-    MEET = "meet"  # members wait until all have their records
-    FLIP = "flip"  # `current` names the slot
 
 
 class StepId(NamedTuple):

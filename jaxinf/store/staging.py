@@ -61,7 +61,7 @@ def staged(target: Path, held_stores: Sequence[StoreDirectory]) -> Iterator[None
         _discard(staging, target, keeps_lock=True)  # what an interrupted call left
         try:
             yield
-            _publish(staging, target, held_stores)
+            _move_to_target(staging, target, held_stores)
         except (JaxinfError, ValueError):
             _discard(staging, target)
             raise
@@ -88,14 +88,14 @@ def _check_target(target: Path, staging: Path, *, is_in_place: bool) -> None:
         )
 
 
-def _publish(
+def _move_to_target(
     staging: Path, target: Path, held_stores: Sequence[StoreDirectory]
 ) -> None:
     """Renames a complete copy to its target, or exchanges it for the old stores."""
     with translated("copy", target), contextlib.ExitStack() as locks:
         fsync_directory(staging)
         for directory in held_stores:
-            locks.enter_context(lock_exclusively(directory.publish_lock))
+            locks.enter_context(lock_exclusively(directory.flip_lock))
             check_unread(directory)
             if directory.lock is not None:
                 directory.lock.check()

@@ -23,7 +23,7 @@ from jaxinf.errors import (
 )
 from jaxinf.store.carried_arrays import read_carry
 from jaxinf.store.claims import open_for_writing
-from jaxinf.store.commit import CommitRecord
+from jaxinf.store.commit_record import CommitRecord
 from jaxinf.store.directory import StoreDirectory, is_folder, link_file
 from jaxinf.store.lock import LockFile, lock_exclusively
 from jaxinf.store.manifest import Manifest
@@ -127,7 +127,7 @@ def pinned_step(directory: StoreDirectory) -> Iterator[CommittedStep]:
     with contextlib.ExitStack() as undo:
         with (
             translated("snapshot of the committed step", root),
-            lock_exclusively(directory.publish_lock),
+            lock_exclusively(directory.flip_lock),
         ):
             if directory.lock is None:  # a copy may have replaced the store in place
                 directory = open_for_writing(directory.path)
@@ -167,7 +167,7 @@ def prune_snapshots(directory: StoreDirectory) -> None:
     root = directory.path / "snapshots"
     if not root.is_dir():
         return
-    with lock_exclusively(directory.publish_lock):
+    with lock_exclusively(directory.flip_lock):
         for entry in root.iterdir():
             if not is_folder(entry):
                 continue

@@ -213,7 +213,7 @@ class CompiledStep:
         try:
             self._group.agree(what, batch_form, remedy)
         except ProcessError as error:
-            if engine is not None and self._group.published("failed"):
+            if engine is not None and self._group.posted("failed"):
                 engine.health.fail(error)
             raise
 

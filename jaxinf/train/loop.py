@@ -219,7 +219,7 @@ class _TrainingRun:
                 step_costs, store, self._num_updates, self._disk_bytes, stream or {}
             )
         self._metrics.add(line, read_costs)
-        self._timer.end_step(number, read_costs)
+        self._timer.stop_due_trace(number, read_costs)
         return line
 
     def _compute(

@@ -148,6 +148,5 @@ def _describe_data(data: Mapping[str, Any]) -> str:
 
 
 def _flag(name: str) -> str:
-    """Returns the flag that a setting comes from."""
     flags = {"num_labels": "--data, classes", "weight_decay": "--optimizer-args"}
     return flags.get(name, f"--{name.replace('_', '-')}")

@@ -56,9 +56,9 @@ def stop_number(group: Group, step: int, requests: list[int]) -> int:
     """
     if group.is_alone:
         return requests[0] if requests else 0
-    announced = group.published("stop")
+    announced = group.posted("stop")
     if due := [number for first, number in announced.values() if first < step]:
         return due[0]
     if requests and group.number not in announced:
-        group.publish("stop", [step, requests[0]])
+        group.post("stop", [step, requests[0]])
     return 0

@@ -15,7 +15,7 @@ import jax
 
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import ReadCosts
-from jaxinf.transfer import timeline
+from jaxinf.transfer import phase_totals
 
 _NUM_BEFORE, _NUM_TRACED = 2, 3  # steps that compile and read anew come first
 _Result = TypeVar("_Result")
@@ -43,16 +43,16 @@ class StepTimer:
             jax.profiler.start_trace(
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
-            timeline.annotate = jax.profiler.TraceAnnotation
+            phase_totals.annotate = jax.profiler.TraceAnnotation
         if self._since_s is None:
-            timeline.take_busy()
+            phase_totals.take_busy()
             self._since_s = time.monotonic()
         began_s = time.monotonic()
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
             result = step()
         ended_s = time.monotonic()
         step_s, busy_s = ended_s - began_s, ended_s - self._since_s
-        busy, self._since_s = timeline.take_busy(), ended_s
+        busy, self._since_s = phase_totals.take_busy(), ended_s
         self._drives |= dict.fromkeys(busy.drives)
         idle = dict.fromkeys(("read", "update", "write", "wait", "commit"), 0.0)
         phases = {**idle, **busy.phases}
@@ -73,7 +73,7 @@ class StepTimer:
         """Counts busy times only from the beginning of the next step on."""
         self._since_s = None
 
-    def end_step(self, number: int, read_costs: ReadCosts) -> None:
+    def stop_due_trace(self, number: int, read_costs: ReadCosts) -> None:
         """Ends the trace after its last step, for whose commit it blocks."""
         if number == self._traced.stop - 1:
             read_costs()
@@ -82,7 +82,7 @@ class StepTimer:
     def close(self) -> None:
         if self._is_tracing:
             self._is_tracing, self._traced = False, range(0)
-            timeline.annotate = None
+            phase_totals.annotate = None
             jax.profiler.stop_trace()
 
 

@@ -48,7 +48,7 @@ from jaxinf.transfer.pool import (
     page_floor,
 )
 from jaxinf.transfer.queues import Queues
-from jaxinf.transfer.spans import add_span, span, timeline
+from jaxinf.transfer.spans import add_span, phase_totals, span
 from jaxinf.transfer.tasks import (
     Compute,
     Limits,

@@ -198,16 +198,15 @@ class Mover:
             self.drain()
         return is_unwritten
 
-    def end_step(self, given_up: Collection[Hashable] = ()) -> Collection[Hashable]:
-        """Ends a step, as `Queues.end_step`; returns the keys of cached subgroups.
-
-        No task may be under way.
-        """
+    def drop_prefetched(
+        self, given_up: Collection[Hashable] = ()
+    ) -> Collection[Hashable]:
+        """Drops prefetches, between steps; returns the keys of cached subgroups."""
         queues = self._queues
         with self._done:
             queues.cancel_prefetches()
             self._done.wait_for(lambda: not queues.num_prefetching)
-            queues.end_step(given_up)
+            queues.drop_prefetched(given_up)
             return {key for memory in queues.memories for key in memory.cached}
 
     def prefetch(self, tasks: Sequence[Task]) -> None:

@@ -48,7 +48,6 @@ class Queues:
     Args:
       drives: By number, the identity of their memory, and whether it is the host's.
       acquire: Lends memory for a task, or returns None if there is no room now.
-
     """
 
     def __init__(
@@ -122,8 +121,8 @@ class Queues:
         for drive in self.drives:
             drive.to_prefetch.clear()
 
-    def end_step(self, given_up: Collection[Hashable] = ()) -> None:
-        """Drops prefetches; what tasks have stored is newest, but for keys given up."""
+    def drop_prefetched(self, given_up: Collection[Hashable] = ()) -> None:
+        """Drops prefetches; what a step has stored is newest, but for keys given up."""
         assert not self.num_prefetching
         if given_up:
             self.hit_bytes = 0

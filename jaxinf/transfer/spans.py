@@ -71,8 +71,8 @@ class Busy:
     drives: Mapping[str, float]
 
 
-class Timeline:
-    """The spans of all threads. Thread-safe."""
+class PhaseTotals:
+    """The time of each phase and drive, summed over all threads. Thread-safe."""
 
     def __init__(self) -> None:
         # Makes a profiler's context for a kind of span.
@@ -103,30 +103,30 @@ class Timeline:
 class _Span:
     """A span's context; a class for speed, since a step has thousands."""
 
-    __slots__ = ("_annotation", "_clocks", "_drive", "_kind", "_timeline")
+    __slots__ = ("_annotation", "_clocks", "_drive", "_kind", "_totals")
 
-    def __init__(self, timeline: Timeline, kind: str, drive: str | None) -> None:
-        self._timeline, self._kind, self._drive = timeline, kind, drive
+    def __init__(self, totals: PhaseTotals, kind: str, drive: str | None) -> None:
+        self._totals, self._kind, self._drive = totals, kind, drive
 
     def __enter__(self) -> None:
-        timeline = self._timeline
+        totals = self._totals
         phase, drive = PHASES.get(self._kind), self._drive
-        with timeline._lock:
-            clocks = [] if phase is None else [timeline._phases[phase]]
+        with totals._lock:
+            clocks = [] if phase is None else [totals._phases[phase]]
             if drive is not None:
-                clocks.append(timeline._drives[drive])
+                clocks.append(totals._drives[drive])
             for clock in clocks:
                 clock.start()
         self._clocks = clocks
         self._annotation = None
-        if timeline.annotate is not None:
-            self._annotation = timeline.annotate(self._kind)
+        if totals.annotate is not None:
+            self._annotation = totals.annotate(self._kind)
             self._annotation.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
-        with self._timeline._lock:
+        with self._totals._lock:
             for clock in self._clocks:
                 clock.stop()
 
@@ -138,7 +138,7 @@ def _take_times(clocks: Mapping[str, Clock]) -> Mapping[str, float]:
 
 _NO_SPAN = contextlib.nullcontext()
 
-timeline = Timeline()
-"""The timeline of this process; several stores may share its drives and threads."""
+phase_totals = PhaseTotals()
+"""Those of this process; several stores may share its drives and threads."""
 
-span, add_span = timeline.span, timeline.add
+span, add_span = phase_totals.span, phase_totals.add

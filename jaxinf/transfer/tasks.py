@@ -46,7 +46,6 @@ class Task:
       runs_kernel: Whether `compute` runs a kernel of the drive over the loaded states,
         which computes these checksums; otherwise the host computes them first.
       is_remote: Whether `compute` waits for another processor than the host's.
-      group: The tasks that were submitted with it.
     """
 
     layout: Any

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxinf.errors import ProcessError
 from jaxinf.store import CommitAction, HeldSteps, StepId, agree_on_step
 
-UNPUBLISH, WRITE, REWRITE = "unpublish", "write", "rewrite"
+REMOVE_RECORD, WRITE, REWRITE = "remove_record", "write", "rewrite"
 TORN = StepId(-1, "torn")
 
 WITHOUT_MEETING = tuple(a for a in CommitAction if a is not CommitAction.MEET)
@@ -68,7 +68,7 @@ class _State(NamedTuple):
 
 def explore(num_members, num_steps, num_crashes, commit=tuple(CommitAction)):
     """Visits every state; raises `Violation` at the first that breaks a promise."""
-    actions = (UNPUBLISH, WRITE, *commit)
+    actions = (REMOVE_RECORD, WRITE, *commit)
     first = StepId(0, "0")
     empty = _Slot(None, None)
     member = _Member(0, 0, (_Slot(first, first), empty))
@@ -135,7 +135,7 @@ def _acted(member, action, session):
     new = StepId(member.step.step + 1, str(session))
     target = 1 - member.current
     slot, own = member.slots[target], member.slots[member.current]
-    if action == UNPUBLISH:
+    if action == REMOVE_RECORD:
         if slot.record is not None:
             slot = slot._replace(record=None, old_record=slot.record)
     elif action == WRITE:

@@ -29,8 +29,8 @@ def params(driver, leaf, state):
     driver.store.params(like=driver.initial)
 
 
-def bind(driver, leaf, state):
-    """Binds other params than the stored ones, so the comparison reads chunks."""
+def compare(driver, leaf, state):
+    """Gives other params than the stored ones, so the comparison reads chunks."""
     driver.initial[leaf][:] = 0
     driver.init()
 
@@ -63,7 +63,7 @@ def to_safetensors(driver, leaf, state):
 
 
 ALL = [read, read_raw, verify, convert, export]
-CASES = [("params", use) for use in [*ALL, to_safetensors, params, bind]]
+CASES = [("params", use) for use in [*ALL, to_safetensors, params, compare]]
 CASES.remove(("params", convert))  # a link, whose readers refuse it
 CASES += [("trace", use) for use in ALL]
 

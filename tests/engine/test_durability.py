@@ -97,7 +97,7 @@ def test_params_that_differ_in_a_chunk_of_many_parts(open_store, is_other):
         tx.update(params, state, changed)
 
 
-ORDER = ["unpublish", "write", "sync", "write_record", "flip"]
+ORDER = ["remove_record", "write", "sync", "write_record", "flip"]
 
 
 @pytest.mark.parametrize("num_csds", [0, 2])

@@ -49,7 +49,7 @@ def test_a_failure_in_the_background_is_raised_by_close(drive):
     """The commit fails after its step has returned."""
     driver = drive().init().steps(1)
     driver.store.wait()
-    lock = driver.files.directory.publish_lock
+    lock = driver.files.directory.flip_lock
     lock.unlink()
     lock.mkdir()
     driver.step()
@@ -142,7 +142,7 @@ def test_an_error_of_a_unit(drive, unit, number, monkeypatch):
     driver = drive(memory_bytes=1 << 19, **options).init().steps(2)
     driver.store.wait()
     driver.files.cache_only(frozenset())  # so that the next steps read
-    driver.files.mover.end_step()
+    driver.files.mover.drop_prefetched()
     is_of_csds = unit in ("read", "update", "write")
     with monkeypatch.context() as patch:
         for owner in driver.files.csds if is_of_csds else [driver.files.directory]:

@@ -76,7 +76,7 @@ def written_before(drive):
     """Opens a store of which this process knows no checksums of parts."""
     drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1).close()
     driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init()
-    assert not driver.files.chunks._parts
+    assert not driver.files.chunks._newest_parts
     return driver
 
 
@@ -85,7 +85,7 @@ def test_a_part_that_was_written_is_verified_by_itself(drive):
     driver.store.wait()
     number = list(driver.leaves).index("w")
     layouts = driver.files.subgroups.layouts(number, (0, 0), (300, 1025))
-    driver.files.mover.end_step()  # drops what was read ahead
+    driver.files.mover.drop_prefetched()
     flip(driver, "w", "trace", byte=5)
     with pytest.raises(StoreCorruptError, match=r"leaf w, trace, .* as written, found"):
         read_again(driver, layouts[:1])

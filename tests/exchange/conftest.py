@@ -46,7 +46,7 @@ def make_step(place):
         )
         fields = {"scalar_state": scalars, "skipped_steps": 2, "payload": {"seed": 3}}
         draw = partial(raw_stores.any_bits, np.random.default_rng(0))
-        arrays = raw_stores.publish(directory, "a", draw, step=7, **fields)
+        arrays = raw_stores.commit(directory, "a", draw, step=7, **fields)
         return read_step(directory, directory.path / "current"), arrays
 
     return make

@@ -74,7 +74,7 @@ def test_no_device_waits_in_a_collective_while_params_are_compared(place, proces
     branches = {
         n: called_lines(lines[n], found) for n in numbers(lines, " conditional")
     }
-    # Those of the compared leaves, and the one that binds.
+    # Those of the compared leaves, and the one that accepts them.
     compared = min(
         n
         for n, own in branches.items()

@@ -68,7 +68,7 @@ def test_a_service_that_is_stopped_is_not_waited_for_without_end():
 
     group = processes.Group("run", compat.Coordination(Client(), 1, 2), limit_s=0.1)
     with pytest.raises(ProcessError, match=r"process 0, found .*no answer in 0\.1 s"):
-        group.published("failed")
+        group.posted("failed")
     released.set()
     assert processes.group.silent_groups.pop() is group
 
@@ -135,7 +135,7 @@ def test_none_goes_on_that_comes_to_a_barrier_too_late(groups):
 def test_progress_extends_the_wait_for_that_process_alone(groups):
     def report(group, then):
         for n in range(20):
-            group.publish("progress", n, replaces=True)
+            group.post("progress", n, replaces=True)
             time.sleep(0.05)
         return then(group)
 

@@ -38,7 +38,7 @@ def after_a_failure(path):
     driver = begun(path)
     driver.steps(2)
     driver.store.wait()
-    lock = driver.files.directory.publish_lock
+    lock = driver.files.directory.flip_lock
     lock.unlink()
     lock.mkdir()
     driver.step()

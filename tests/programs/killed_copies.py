@@ -53,7 +53,7 @@ def make(place, num_csds=0, mu=MU):
     directory = raw_stores.make_store(place / "run", states, LEAVES, roots)
     draw = partial(raw_stores.any_bits, np.random.default_rng(0))
     for step, slot in enumerate(("a", "b")):
-        raw_stores.publish(directory, slot, draw, step=step, payload={"seed": 3})
+        raw_stores.commit(directory, slot, draw, step=step, payload={"seed": 3})
         if step == 0:
             save_checkpoint(directory, "kept")
     return directory.path

@@ -46,6 +46,6 @@ def write_step():
         def draw(shape, dtype):
             return rng.integers(-99, 99, shape).astype(dtype)
 
-        return raw_stores.publish(directory, slot, draw, step=step)
+        return raw_stores.commit(directory, slot, draw, step=step)
 
     return write

@@ -128,7 +128,7 @@ def test_in_place_both_slots_of_a_larger_format_have_room(place, monkeypatch):
     leaves = {("w",): ((64, 4096), (1, 1))}
     plain = raw_stores.make_store(place / "plain", states, leaves, (), 1 << 16)
     path = place / "coded"
-    raw_stores.publish(plain, "a", np.zeros, step=0)
+    raw_stores.commit(plain, "a", np.zeros, step=0)
     copied(plain.path, path, state="int8")
     state_pages = 64 * 4  # of mu in float32; both slots need 1.47 times that more
     for free, refusal in (

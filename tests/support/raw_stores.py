@@ -96,10 +96,10 @@ def make_store(path, states, leaves, csd_roots=(), chunk_elements=4096):
     return directory
 
 
-def publish(directory, slot, draw, **record):
+def commit(directory, slot, draw, **record):
     """Writes a step as the engine does; returns its arrays, which `draw` makes."""
     if directory.committed_slot() is not None:
-        directory.unpublish(slot)
+        directory.remove_record(slot)
     arrays, checksums = {}, {}
     for number, leaf in enumerate(directory.manifest.leaves):
         for state in leaf.states:

@@ -96,11 +96,11 @@ class Driver:
             self.engine.steps.commit_written_step(0, self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            self.engine.resume_check.bound_step = None
-            self.bind(self.at)
+            self.engine.resume_check.expected_step = None
+            self.compare_params(self.at)
         return self
 
-    def bind(self, step):
+    def compare_params(self, step):
         """Like the first `tx.update`: compares the run's params with the store's."""
         self.engine.resume_check.begin(step)
         for number, (params, *_) in enumerate(self.expected(step).values()):

@@ -186,7 +186,7 @@ def run(program, drives, mover, wanted):
         # What stays must leave room for the largest task, so it goes first.
         mover.cache_only(frozenset())
         mover.flush()
-        mover.end_step()
+        mover.drop_prefetched()
         mover.cache_only(step.staying)
         mover.defer_writes(step.defers_writes)
 

@@ -25,7 +25,7 @@ from jaxinf.transfer import (
     Task,
     Write,
 )
-from jaxinf.transfer.spans import Timeline
+from jaxinf.transfer.spans import PhaseTotals
 
 PAGE, LONG = 4096, 4 << 20
 """Bytes of a state; a long one is worth a request of its own."""
@@ -104,7 +104,7 @@ class Rig:
     def step(self, *tasks, given_up=()):
         self.mover.run(tasks)
         self.mover.drain()
-        self.mover.end_step(given_up)
+        self.mover.drop_prefetched(given_up)
 
     def prefetched(self, *layouts):
         """Returns when all states of these subgroups are loaded."""
@@ -322,11 +322,11 @@ def test_no_compute_runs_after_an_interrupt(make, ahead):
 
 
 def test_a_drive_that_two_threads_use_is_busy_once():
-    timeline, both, meters = Timeline(), threading.Barrier(2), ByteMeters()
+    phase_totals, both, meters = PhaseTotals(), threading.Barrier(2), ByteMeters()
     before = meters.snapshot()
 
     def read():
-        with timeline.span("read", drive="/a"):
+        with phase_totals.span("read", drive="/a"):
             both.wait()
             time.sleep(0.05)
         for _ in range(500):
@@ -337,8 +337,8 @@ def test_a_drive_that_two_threads_use_is_busy_once():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     wall_s = time.perf_counter() - began_s
-    busy = timeline.take_busy()
+    busy = phase_totals.take_busy()
     assert 0.05 <= busy.drives["/a"] <= wall_s
     assert 0.05 <= busy.phases["read"] <= wall_s
-    assert timeline.take_busy().drives == {}
+    assert phase_totals.take_busy().drives == {}
     assert meters.snapshot() - before == ByteCounts(drive_read_bytes=1000)

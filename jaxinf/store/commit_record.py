@@ -7,6 +7,7 @@ import math
 import os
 import re
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -108,6 +109,18 @@ _Step: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # the state's is an
 _Every: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _ALWAYS = "step skipped_steps scalar_state payload committed_at checksums".split()
 """Keys that a document always has; it has no others whose value is empty or 0."""
+
+
+class CommitAction(Enum):
+    """The actions of a commit, in order; docs/format.md says why.
+
+    Each has ended, and is durable, before the next begins.
+    """
+
+    SYNC = "sync"  # the step's chunks become durable
+    RECORD = "record"  # the slot gets its record
+    MEET = "meet"  # members wait until all have their records
+    FLIP = "flip"  # `current` names the slot
 
 
 class CommitRecord(Document, frozen=True, omit_defaults=False):
