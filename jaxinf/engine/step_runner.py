@@ -93,7 +93,6 @@ class StepRunner:
       on_replaced: Called when a commit has replaced the contents, not by a step.
 
     Attributes:
-      files: The store's files, with the records of the last steps.
       resume_check: Ties a run's params and state to the last step.
     """
 

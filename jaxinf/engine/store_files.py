@@ -75,7 +75,6 @@ class StoreFiles:
       fleet: The store's CSDs, which `close` closes.
 
     Attributes:
-      memory_bytes: The limit of buffers on the host.
       is_new: Whether no step is committed yet; then every leaf must be initialised.
       commit: The last committed step's record; of a new store one of step 0.
       finished: The record of the last finished step, which may not be committed yet.

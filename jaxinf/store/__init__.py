@@ -46,6 +46,7 @@ from jaxinf.store.checkpoints import (
 from jaxinf.store.claims import check_roots, open_for_reading, open_for_writing
 from jaxinf.store.commit_record import (
     SCHEDULE_FREE,
+    CommitAction,
     CommitRecord,
     KeptCuts,
     ScalarState,
@@ -92,7 +93,6 @@ from jaxinf.store.manifest import (
     without_csds,
 )
 from jaxinf.store.members import (
-    CommitAction,
     HeldSteps,
     StepId,
     agree_on_step,

@@ -260,7 +260,6 @@ class CompiledStep:
         return has_changed
 
     def _metrics(self, moved: ByteCounts, waited_values_s: float) -> StreamMetrics:
-        """Returns the metrics of a step that has ended, in which values moved so."""
         params, runner = self._params, self._runner
         in_memory_bytes, on_drive_bytes = self._sink.spilled_bytes
         return StreamMetrics(
