@@ -28,7 +28,7 @@ from jaxinf.streaming.plan.compiled import Executables, compile_plan, const_shar
 from jaxinf.streaming.program.graph import (
     Batch,
     Const,
-    IndexArgument,
+    Number,
     Origin,
     Piece,
     Seed,
@@ -161,7 +161,7 @@ class Runner:
                     return self._consts[ref.number]
                 case Seed():
                     return seeds[part]
-                case IndexArgument():
+                case Number():
                     return self._put_number(ref.number)
 
         return read

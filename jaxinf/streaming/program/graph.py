@@ -71,13 +71,13 @@ class Seed:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexArgument:
+class Number:
     """An index that is passed as an argument, so programs do not depend on it."""
 
     number: int
 
 
-Origin: TypeAlias = Piece | Batch | Const | Seed | IndexArgument
+Origin: TypeAlias = Piece | Batch | Const | Seed | Number
 
 
 def num_bytes(values: Iterable[Value]) -> int:
@@ -326,7 +326,7 @@ class _Unroller(Inliner):
             return self._append(replace(node, params=params), node.inputs, aval)
         if node is not None and self._is_stacked(value):
             return self._append(_for_item(node), self._items_of(node.inputs, i), aval)
-        number = self.input(IndexArgument(i), jax.typeof(np.int32(0)))
+        number = self.input(Number(i), jax.typeof(np.int32(0)))
         return self._call(_take, value, number)
 
     def _items_of(self, atoms: Sequence[Atom], i: int) -> list[Atom]:

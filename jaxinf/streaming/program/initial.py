@@ -18,7 +18,7 @@ from jaxinf import compat
 from jaxinf.compat import LIGHT
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.program import Graph, Value, evaluate_node, path_name
-from jaxinf.streaming.program.graph import Batch, IndexArgument, graph_of_init
+from jaxinf.streaming.program.graph import Batch, Number, graph_of_init
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
 from jaxinf.streaming.program.programs import compile_program, program_of
@@ -63,7 +63,7 @@ def trace_params(
 
     def argument(value: Value) -> Any:
         origin = value.origin
-        if isinstance(origin, IndexArgument):
+        if isinstance(origin, Number):
             return jnp.asarray(origin.number, value.dtype)
         if isinstance(origin, Batch):
             return jnp.asarray(flat[origin.leaf])
@@ -117,7 +117,7 @@ def _with_numbers(graph: Graph) -> Graph:
     it, so leaves of one shape share one program.
     """
     replaced: dict[Value, Value] = {}
-    arguments: dict[tuple[IndexArgument, Any], Value] = {}
+    arguments: dict[tuple[Number, Any], Value] = {}
     for node in graph.nodes:
         node.inputs = tuple(replaced.get(value, value) for value in node.inputs)
         constants = [value.constant for value in node.inputs]
@@ -127,7 +127,7 @@ def _with_numbers(graph: Graph) -> Graph:
             replaced[node.outputs[0]] = node.inputs[0]
         elif node.name == "random_fold_in" and constants[1] is not None:
             key, aval = node.inputs[0], node.inputs[1].aval
-            number = IndexArgument(int(constants[1]))
+            number = Number(int(constants[1]))
             argument = Value(aval, origin=number)
             node.inputs = key, arguments.setdefault((number, aval.dtype), argument)
         elif is_constant and node.name in LIGHT and types == [((), True)]:  # a count

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.program import Node, Value, ancestors, aval_bytes, evaluate, graph_of
-from jaxinf.streaming.program.graph import IndexArgument, Piece
+from jaxinf.streaming.program.graph import Number, Piece
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import OrderedProgram, once
 from jaxinf.streaming.program.meshes import struct, typed_sharding
@@ -154,7 +154,7 @@ def sum_program(
     )
     graph = graph_of(closed)
     if count is not None:
-        graph.inputs[-1].origin = IndexArgument(count)
+        graph.inputs[-1].origin = Number(count)
     key = ordered.keys.program(graph.inputs, graph.nodes, graph.outputs)
     return Program("sum", -1, graph.inputs, graph.nodes, graph.outputs, key)
 
