@@ -32,7 +32,6 @@ _FILES = {".toml": "--config", ".json": "--preset", "": "--from"}
 _RATED_BYTES = 1_200 * 10**12  # that a drive of 2 TB is often rated for
 _STREAM_SHARE = 0.75  # of this machine's memory, in advice
 
-
 _Tiers: TypeAlias = Mapping[str, tuple[int, int | None]]
 """Bytes that a run needs, and those that are there; None if that is not known."""
 

@@ -34,7 +34,7 @@ class SourceArray:
     """A tensor of a file, whose elements begin at `offset_bytes`; not read yet."""
 
     path: Path
-    name: str
+    name: str  # keys joined by ".", percent-encoded as in a store
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     offset_bytes: int

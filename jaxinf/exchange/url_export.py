@@ -169,7 +169,7 @@ def _format_object(value: bytes | None) -> str:
 
 
 MANIFEST = "export.json"
-"""The last object."""
+"""The last object; slots and checkpoints of a store have none, and are refused."""
 
 _BEGUN = "export-begun.json"  # the first one: the record of the step
 

@@ -209,7 +209,8 @@ class OffloadedOptimizer:
         return gradient.dtype if is_same else np.dtype(np.float32)
 
     def check(self) -> None:
-        self.engine.health.raise_to_program()
+        if self.engine.health.error is not None:  # a closed store is refused elsewhere
+            self.engine.health.raise_to_program()
 
     def trace(
         self,

@@ -66,6 +66,7 @@ def test_eval_shape_has_no_side_effect(place):
     assert not store.exists
     assert list(place.iterdir()) == []
     store.close()
+    jax.eval_shape(lambda params: tx.init(params), make_params())  # not refused now
 
 
 def test_init_under_jit_and_update_in_scan_with_donation(open_store):
