@@ -211,8 +211,8 @@ def _round_values(values: jax.Array, dtype: np.dtype) -> jax.Array:
 class SparsifyState(NamedTuple):
     """Number of updates, and sums of elements not sent; empty without feedback."""
 
-    step: jax.Array
-    error_feedback: PyTree
+    step: jax.Array  # int32
+    error_feedback: PyTree  # float32, of the leaves' shapes
 
 
 def sparsify(compression: TopK) -> optax.GradientTransformation:

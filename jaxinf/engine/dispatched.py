@@ -26,6 +26,7 @@ def check_thread(what: str) -> None:
 
 
 def _is_thread_of_jax() -> bool:
+    # JAX's callbacks run on threads that Python has not started.
     return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
 
 

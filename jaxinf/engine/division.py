@@ -33,7 +33,8 @@ def divide_store(
     """Divides a store among the processes and devices of this run, in place; blocks.
 
     All processes call it, before they open the store; process 0 sees all members. It
-    does what ``jaxinf store copy PATH PATH --processes N`` does, if that is needed.
+    does what ``jaxinf store copy PATH PATH --processes N`` does, if that is needed. A
+    failure is raised in all processes; an unsuitable sharding is a ValueError.
 
     Args:
       shardings: A tree of ``NamedSharding`` like the params, as the run will have them.

@@ -197,7 +197,8 @@ class Store:
 
         Args:
           like: A tree like the `carry` that ``tx.update`` was given, or that the
-            `carry` of `jaxinf.stream` has returned: arrays, or shapes and dtypes.
+            `carry` of `jaxinf.stream` has returned: arrays, or shapes and dtypes. It
+            gives the shardings if it has them.
 
         Returns:
           A tree like `like` with a ``jax.Array`` for each leaf.

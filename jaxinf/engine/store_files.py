@@ -170,6 +170,7 @@ class StoreFiles:
             self.chunks.end_flush()
 
     def assign(self, assignment: Assignment) -> None:
+        """Sets it between steps: tasks read it when they are made and computed."""
         if assignment.updater is not None:
             self.mover.set_remote_limit(assignment.updater.num_at_once)
         self.assignment = assignment

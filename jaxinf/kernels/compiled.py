@@ -191,9 +191,9 @@ def initialise(
 ) -> None:
     """Writes one chunk's first state into `slots`; blocks; thread-safe.
 
-    Arguments are those of `CompiledKernel.run`, but `params` are only read. A state of
-    literals, params and results of the prologue needs no machine code; for others, see
-    the errors of `compiled`.
+    Arguments are those of `CompiledKernel.run`, but `params` are only read, and `slots`
+    only written. A state of literals, params and results of the prologue needs no
+    machine code; for others, see the errors of `compiled`.
     """
     if kernel.equations:
         compiled(kernel).run(

@@ -33,7 +33,7 @@ class CodedSlot:
     """The stored form of a kernel's float32 slot, or of the master params.
 
     Without a key values are rounded to nearest, which gives decoded values their codes
-    again.
+    again. With remainders decoding is exact. Without a companion only codes are stored.
     """
 
     codes: Array  # ``(n,)``: uint8 with scales, bfloat16 without

@@ -178,17 +178,13 @@ class Limits:
 class DriveMemory:
     """Memory that drives share: tasks that wait for it, and subgroups in it, by key."""
 
-    waiting: deque[tuple[int, Task]] = field(
-        default_factory=deque
-    )  # submitted, in order
+    # Submitted tasks, in order.
+    waiting: deque[tuple[int, Task]] = field(default_factory=deque)
     prefetched: dict[Hashable, Resident] = field(default_factory=dict)  # in order
-    cached: dict[Hashable, Resident] = field(
-        default_factory=dict
-    )  # between their tasks
+    # Subgroups between their tasks.
+    cached: dict[Hashable, Resident] = field(default_factory=dict)
     # Subgroups that will leave without an eviction: of submitted tasks, and those that
     # are being prefetched.
     num_in_use: int = 0
     num_writes: int = 0  # under way, which may free memory
-    refused_bytes: int | None = (
-        None  # of the last refused request, until memory is freed
-    )
+    refused_bytes: int | None = None  # of the last refusal, until memory is freed
