@@ -370,7 +370,6 @@ def test_a_fence_has_a_language(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_link_leads_to_a_file(page):
-    here = (ROOT / page).parent
-    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", (ROOT / page).read_text())
-    missing = [target for target in targets if not (here / target).exists()]
-    assert not missing, f"{page} links to files that are not there"
+    path = ROOT / page
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", path.read_text())
+    assert not [x for x in targets if not (path.parent / x).exists()]
