@@ -201,7 +201,7 @@ class Mover:
     def drop_prefetched(
         self, given_up: Collection[Hashable] = ()
     ) -> Collection[Hashable]:
-        """Drops prefetches, between steps; returns the keys of cached subgroups."""
+        """As `Queues.drop_prefetched`, between steps; returns the keys that stay."""
         queues = self._queues
         with self._done:
             queues.cancel_prefetches()

@@ -122,7 +122,7 @@ class Queues:
             drive.to_prefetch.clear()
 
     def drop_prefetched(self, given_up: Collection[Hashable] = ()) -> None:
-        """Drops prefetches; what a step has stored is newest, but for keys given up."""
+        """Ends a step: drops prefetches; results are newest, but for keys given up."""
         assert not self.num_prefetching
         if given_up:
             self.hit_bytes = 0
