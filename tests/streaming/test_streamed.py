@@ -21,6 +21,7 @@ from streaming_cases import (
 from zoo import ZOO
 
 import jaxinf
+from jaxinf.streaming.program import initial
 
 SGD, ADAM = optax.sgd(0.1), optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
@@ -64,25 +65,32 @@ def test_slices_of_a_store_made_for_whole_leaves(streamed, open_store):
 
 
 @pytest.mark.optimized
-def test_leaves_are_made_as_jitted_init_makes_them(streamed):
+def test_leaves_are_made_as_jitted_init_makes_them(streamed, monkeypatch):
     weights = np.arange(64, dtype=np.float32)
     scaled = jax.jit(lambda key: jax.random.normal(key, (64,)) * weights)
 
     def init(key):
-        keys = jax.random.split(key, 5)
+        keys = jax.random.split(key, 9)
         return {
+            "folded": jax.random.normal(jax.random.fold_in(keys[0], 7), 9),
             "normal": 0.02 * jax.random.normal(keys[0], (3, 64, 64)),
             "ones": jnp.ones(64),
             "scaled": scaled(keys[1]),  # which closes over an array
+            "split": [jax.random.normal(jax.random.split(k)[1], 9) for k in keys[4:]],
             "truncated": jax.random.truncated_normal(keys[2], -2, 2, (64, 501)) / 8,
             "uniform": jax.random.uniform(keys[3], (501, 64), minval=-0.1, maxval=0.1),
         }
 
+    compiled, compile_program = [], initial.compile_program
+    monkeypatch.setattr(
+        initial, "compile_program", lambda x: compiled.append(x) or compile_program(x)
+    )
     key = jax.random.key(5)
     step = streamed(replace(ZOO["l2_penalty"](), loss=lambda p, b: jnp.sum(b)), SGD)
     step.init(init, key)
     expected = jax.jit(init)(key)
     assert_same_bits(step.store.params(like=expected), expected)
+    assert len(compiled) == 6  # however keys are made, leaves of a shape share one
 
 
 def test_batches_of_two_shapes_have_a_plan_each(streamed):

@@ -17,14 +17,16 @@ from jax.sharding import AxisType
 from jaxinf import compat
 from jaxinf.compat import LIGHT
 from jaxinf.errors import BudgetError, StreamError
-from jaxinf.program import Graph, Value, evaluate_node, path_name
-from jaxinf.streaming.program.graph import Batch, Number, graph_of_init
+from jaxinf.program import Graph, Node, Value, evaluate_node, path_name
+from jaxinf.streaming.program.graph import Batch, graph_of_init
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import on_one_device, outside_mesh
-from jaxinf.streaming.program.programs import compile_program, program_of
+from jaxinf.streaming.program.programs import Program, compile_program, program_of
 from jaxinf.streaming.program.trace import abstract, check_effects, closed_over
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array, PyTree
+
+_MAX_SEED_BYTES = 1 << 16
 
 BUFFERS_SHARE = 4
 """A store's buffers take one of so many parts of the memory while a leaf is written."""
@@ -57,31 +59,38 @@ def trace_params(
         closed, out = make_jaxpr(*map(abstract, flat))
     check_effects(closed, "init_fn")
     consts = closed_over(closed)
-    graph = _with_numbers(graph_of_init(closed, consts))
+    graph = _on_one_device(graph_of_init(closed, consts))
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in graph.results]
     avals = jax.tree.structure(out).unflatten(shapes)
 
     def argument(value: Value) -> Any:
-        origin = value.origin
-        if isinstance(origin, Number):
-            return jnp.asarray(origin.number, value.dtype)
-        if isinstance(origin, Batch):
-            return jnp.asarray(flat[origin.leaf])
-        return jnp.asarray(on_one_device(consts[origin.number]))
+        if isinstance(value.origin, Batch):
+            return jnp.asarray(flat[value.origin.leaf])
+        return jnp.asarray(on_one_device(consts[value.origin.number]))
 
     def make(memory_bytes: int) -> Iterator[Array]:
         keys, executables = Keys(), dict[str, Any]()
-        programs = [program_of("leaf", [output], keys) for output in graph.results]
+        seeds = _compute_seeds(graph, argument)
+
+        def is_inside(node: Node) -> bool:
+            return seeds.keys().isdisjoint(node.outputs)
+
+        programs = [
+            program_of("leaf", [output], keys, is_inside=is_inside)
+            for output in graph.results
+        ]
         leaves = jax.tree.leaves_with_path(avals)
         for program, (path, _) in zip(programs, leaves, strict=True):
             if program.key not in executables:  # equal ones are compiled once
                 executables[program.key] = compile_program(program)
             memory = executables[program.key].memory_analysis()
             _check_room(path, memory, memory_bytes)
-        return (
-            np.asarray(executables[program.key](*map(argument, program.inputs))[0])
-            for program in programs
-        )
+
+        def leaf(program: Program) -> Array:
+            inputs = (seeds[v] if v in seeds else argument(v) for v in program.inputs)
+            return np.asarray(executables[program.key](*inputs)[0])
+
+        return map(leaf, programs)
 
     return avals, make
 
@@ -110,29 +119,52 @@ def check_init_fn(init_fn: Any) -> None:
         )
 
 
-def _with_numbers(graph: Graph) -> Graph:
-    """Makes the numbers that random keys are folded with arguments of a program.
-
-    The keys of leaves differ only in such a number, often the count of the calls before
-    it, so leaves of one shape share one program.
-    """
+def _on_one_device(graph: Graph) -> Graph:
+    """Leaves out the constraints of shardings: a leaf is made on one device."""
     replaced: dict[Value, Value] = {}
-    arguments: dict[tuple[Number, Any], Value] = {}
     for node in graph.nodes:
         node.inputs = tuple(replaced.get(value, value) for value in node.inputs)
-        constants = [value.constant for value in node.inputs]
-        is_constant = bool(constants) and all(x is not None for x in constants)
-        types = [(v.shape, jnp.issubdtype(v.dtype, jnp.integer)) for v in node.outputs]
-        if node.name == "sharding_constraint":  # a leaf is made on one device
+        if node.name == "sharding_constraint":
             replaced[node.outputs[0]] = node.inputs[0]
-        elif node.name == "random_fold_in" and constants[1] is not None:
-            key, aval = node.inputs[0], node.inputs[1].aval
-            number = Number(int(constants[1]))
-            argument = Value(aval, origin=number)
-            node.inputs = key, arguments.setdefault((number, aval.dtype), argument)
-        elif is_constant and node.name in LIGHT and types == [((), True)]:  # a count
-            (count,) = evaluate_node(node, constants)
-            constant = Value(node.outputs[0].aval, constant=np.asarray(count)[()])
-            replaced[node.outputs[0]] = constant
     results = tuple(replaced.get(value, value) for value in graph.results)
     return replace(graph, results=results)
+
+
+def _compute_seeds(
+    graph: Graph, argument: Callable[[Value], Any]
+) -> dict[Value, jax.Array]:
+    """Computes the random keys of leaves, one operation after the other.
+
+    As arguments of a leaf's program, they let leaves of one shape share one: their keys
+    differ in the number that they are folded with, or in how they are split. These are
+    integers, so their bits do not depend on the program that computes them.
+    """
+    known: dict[Value, Any] = {}
+
+    def is_known(value: Value) -> bool:
+        if value.constant is not None:
+            known[value] = value.constant
+        elif value.origin is not None and value not in known and _is_seed(value):
+            known[value] = argument(value)
+        return value in known
+
+    for node in graph.nodes:
+        is_light = node.name in LIGHT and node.name != "random_bits"
+        if (
+            is_light
+            and all(map(is_known, node.inputs))
+            and all(map(_is_seed, node.outputs))
+        ):
+            results = evaluate_node(node, [known[value] for value in node.inputs])
+            known.update(zip(node.outputs, results, strict=True))
+    return {v: key for v, key in known.items() if v.node is not None and _is_key(v)}
+
+
+def _is_key(value: Value) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _is_seed(value: Value) -> bool:
+    """Whether it is a few keys, or integers that they may be made of."""
+    is_whole = _is_key(value) or jnp.issubdtype(value.dtype, jnp.integer)
+    return is_whole and value.num_bytes <= _MAX_SEED_BYTES
