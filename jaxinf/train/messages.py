@@ -80,7 +80,7 @@ def print_config(console: Console, config: TrainConfig, data: TrainingData) -> N
 def print_results(
     console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
 ) -> None:
-    """Prints the memory that the run took, and the paths of the results.
+    """Prints the memory that the process took, and the paths of the run's results.
 
     As --memory means it, without the process itself: the bytes that it took before.
     """
@@ -89,15 +89,19 @@ def print_results(
         peak += f" of --memory {format_bytes(config.memory)}"
     idle = f"{format_bytes(idle_bytes)} of the process itself"
     lines = [f"memory  at most {peak}, beside {idle}"]
+    logs, every, is_alone = config.logs, "", jax.process_count() == 1
     if store is not None:
-        lines.append(f"store   {store.path}: step {store.step}; to look inside:")
-        lines.append(f"  {_command('jaxinf', 'inspect', store.path)}")
+        path = store.path if is_alone else store.path.parent
+        lines.append(f"store   {path}: step {store.step}; to look inside:")
+        lines.append(f"  {_command('jaxinf', 'inspect', path)}")
         if config.source is not None:
-            words = ("export", store.path, "EXPORT", "--format", "huggingface")
+            words = ("export", path, "EXPORT", "--format", "huggingface")
             lines.append("to export the model to a new folder EXPORT:")
             lines.append(f"  {_command('jaxinf', 'checkpoint', *words)}")
-    lines.append(f"logs    {config.logs}; to make a page of them:")
-    lines.append(f"  {_command('jaxinf', 'report', config.logs)}")
+    if not is_alone:
+        logs, every = logs.parent, "/process-*"
+    lines.append(f"logs    {logs}{every}; to make a page of them:")
+    lines.append(f"  {_command('jaxinf', 'report', logs)}{every}")
     console.print("\n".join(lines), markup=False, highlight=False)
 
 
