@@ -68,8 +68,9 @@ def trace_params(
             return jnp.asarray(flat[value.origin.leaf])
         return jnp.asarray(on_one_device(consts[value.origin.number]))
 
+    keys, executables = Keys(), dict[str, Any]()
+
     def make(memory_bytes: int) -> Iterator[Array]:
-        keys, executables = Keys(), dict[str, Any]()
         seeds = _compute_seeds(graph, argument)
 
         def is_inside(node: Node) -> bool:
