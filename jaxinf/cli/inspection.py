@@ -13,7 +13,9 @@ device), ``num_elements``, ``num_chunks`` (of each state), ``chunk_shape``,
 ``step``, ``committed_at``; ``drives``:
 ``root``, ``num_chunks`` and ``chunk_bytes`` (of one slot), ``free_bytes``,
 ``total_bytes`` (of its file system); ``writer``: null, or ``pid``, ``host``,
-``command`` of the process of this machine that has the store open.
+``command`` of the process of this machine that has the store open; ``member``: null,
+or ``number``, ``count`` and ``num_held_params`` of a member of a run, whose other sizes
+of leaves and states are the run's.
 """
 
 import contextlib
@@ -43,6 +45,7 @@ from jaxinf.store import (
     CommittedStep,
     Holder,
     LeafRecord,
+    Manifest,
     StoreDirectory,
     list_checkpoints,
     read_holder,
@@ -100,7 +103,15 @@ def _document(directory: StoreDirectory, step: CommittedStep) -> dict[str, Any]:
         "checkpoints": [asdict(info) for info in list_checkpoints(directory)],
         "drives": [*_drives(directory)],
         "writer": writer and msgspec.to_builtins(writer),
+        "member": _member(step.manifest),
     }
+
+
+def _member(manifest: Manifest) -> dict[str, int] | None:
+    if (member := manifest.member) is None:
+        return None
+    held = {"num_held_params": manifest.num_held_params}
+    return {"number": member.number, "count": member.count} | held
 
 
 def _leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any]:
@@ -181,16 +192,28 @@ def _facts(document: Mapping[str, Any]) -> dict[str, str]:
     if writer := document["writer"]:
         process = f"process {writer['pid']} on {writer['host']}: "
         process += shlex.join(writer["command"])[:120]
+    array = leaves[0]["states"][0]["array"] if leaves else "nothing"
+    held, of_run, export = "", "", dict[str, str]()
+    if member := document["member"]:
+        held = f"; this member, of {member['count']}, holds "
+        held += f"{member['num_held_params']:,} of them"
+        of_run, run = (
+            " of the whole run",
+            shlex.quote(os.path.dirname(document["store"])),
+        )
+        export = {"for all": f"jaxinf checkpoint export {run} DEST"}
+        array += "; what other members hold reads as zeros there"
     return {
         "step": f"{document['step']:,}, committed {document['committed_at']}",
         "skipped": f"{document['skipped_steps']:,} steps with a non-finite gradient",
-        "params": f"{document['num_params']:,} in {len(leaves):,} leaves",
-        "state": f"{format_bytes(sum(state_bytes.values()))}: {states}",
+        "params": f"{document['num_params']:,} in {len(leaves):,} leaves{held}",
+        "state": f"{format_bytes(sum(state_bytes.values()))}{of_run}: {states}",
         "on disk": f"{format_bytes(document['disk_bytes'])} in two slots",
         "checkpoints": ", ".join(c["name"] for c in document["checkpoints"]) or "none",
         "writer": process,
         "made by": ", ".join(f"{k} {v}" for k, v in document["created_by"].items()),
-        "for zarr": leaves[0]["states"][0]["array"] if leaves else "nothing",
+        **export,
+        "for zarr": array,
     }
 
 

@@ -20,7 +20,7 @@ from jaxinf.streaming import device_is_host, gpu_limit
 from jaxinf.terminal import exact_bytes, format_bytes, make_console
 from jaxinf.train.checks import check
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.count import RunNeeds, count_needs
+from jaxinf.train.count import RunNeeds, count_needs, roots_by_drive
 from jaxinf.train.loading import load_data, make_batches
 from jaxinf.train.messages import print_config
 from jaxinf.train.run_file import parse_config
@@ -48,8 +48,9 @@ class PlanCommand:
     # Bytes that each drive moves in a second, as 'jaxinf doctor' measures them (mixed),
     # such as 1.8GB: for the least time of a step.
     drive_rate: Annotated[int | None, ByteSize, option()] = None
-    # Count for a GPU with this much memory for JAX (18GiB of a card's 24 by default),
-    # in place of this machine's JAX device.
+    # Count for a GPU in place of this machine's JAX device: the memory that JAX has
+    # there, 3/4 of the card's unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. For a card
+    # of 24 GiB give 18GiB.
     gpu_memory: Annotated[int | None, ByteSize, option()] = None
     # Print one JSON document instead.
     json: Switch = False
@@ -177,22 +178,38 @@ def _drive_lines(
         return
     read, written = map(format_bytes, moved)
     yield f"drives  {read} read and {written} written a step"
+    if needs.spilled_bytes and config.clip_norm and config.durability in ("step", 1):
+        spilled = f"of it, and of the disk, {format_bytes(needs.spilled_bytes)}"
+        yield f"        {spilled} are gradients that wait for --clip-norm;"
+        yield "        --clip-norm 0 saves them, --lora or --freeze a part"
+    for roots in roots_by_drive(config).values():
+        if roots[1:]:
+            names = " and ".join(map(str, roots))
+            yield f"        {names} are one drive, and counted as one"
     if wear_bytes:
         num_runs = _RATED_BYTES / wear_bytes
-        count = f"{num_runs:,.0f}" if num_runs >= 10 else f"{num_runs:.2g}"
+        lasts = f"{_few(num_runs)} such runs"
+        if time_s:
+            days = num_runs * config.steps * time_s / 86400
+            lasts += f", at least {_few(days)} days"
         run = f"{format_bytes(wear_bytes)} to each drive in {config.steps:,} steps"
-        yield f"wear    {run}; one rated for 1,200 TB lasts {count} such runs"
+        yield f"wear    {run}; one rated for 1,200 TB lasts {lasts}"
     time = "not known; give --drive-rate, which 'jaxinf doctor' measures (mixed)"
     if time_s is not None:
         time = f"at least {time_s:.3g} s a step, for the drives alone"
     yield f"time    {time}"
 
 
+def _few(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def _remedy(tier: str, config: TrainConfig, needs: RunNeeds, there_bytes: int) -> str:
     """Returns settings that may help, without those in force."""
     if tier == "disk":
         state = "" if config.state == "int8" else "--state int8, "
-        return f"{state}more drives (--csd-root) or a smaller model"
+        trained = "" if config.lora else "--lora or --freeze, "
+        return f"{state}{trained}more drives (--csd-root) or a smaller model"
     if config.mode == "stream":
         return "a smaller --memory" if tier == "host" else "a smaller --device-memory"
     unit = 1 << (30 if MACHINE_MEMORY_BYTES > 2 << 30 else 20)

@@ -23,6 +23,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import format_bytes
 from jaxinf.transfer import write_bytes_atomically
+from jaxinf.typing import Array
 
 _MAX_RUNS = 16
 _COLOURS = ("#3b8ee0", "#e07b39", "#3aa35b", "#9a7fd1", "#c05656", "#b8901f", "#2aa5a0")
@@ -155,27 +156,51 @@ def _summary(runs: Mapping[str, Logs]) -> list[list[str]]:
     def size(value: float) -> str:
         return format_bytes(round(value))
 
-    rows = [["steps", *(f"{logs.num_steps:,}" for logs in runs.values())]]
+    def last(values: Array) -> float:
+        return values[-1]
+
+    rows = [["steps", *map(_steps, runs.values())]]
     for label, name, reduce, text in (
-        ("last loss", "loss", lambda values: values[-1], "{:.4g}".format),
-        ("held-out loss", "held out", lambda values: values[-1], "{:.4g}".format),
-        ("time of a step", "step_s", np.median, "{:.4g} s".format),
-        ("throughput", "rate", np.median, "{:,.4g} a second".format),
-        ("read a step", "drive_read_bytes", np.median, size),
-        ("written a step", "drive_write_bytes", np.median, size),
-        ("to the drives' processors", "link_down_bytes", np.median, size),
-        ("from them", "link_up_bytes", np.median, size),
+        ("last loss", "loss", last, "{:.4g}".format),
+        ("held-out loss", "loss", last, "{:.4g}".format),
+        ("held-out accuracy", "accuracy", last, "{:.1%}".format),
+        ("time of a step, median", "step_s", np.median, "{:.4g} s".format),
+        ("throughput, median", "rate", np.median, "{:,.4g}".format),
+        ("read a step, median", "drive_read_bytes", np.median, size),
+        ("written a step, median", "drive_write_bytes", np.median, size),
+        ("gradients sent a step, median", "link_down_bytes", np.median, size),
+        ("updates received a step, median", "link_up_bytes", np.median, size),
         ("most memory", "rss_bytes", np.max, size),
     ):
         row = [label]
         for logs in runs.values():
-            columns = logs.validation if name == "held out" else logs.columns
-            values = columns.get("loss" if name == "held out" else name, np.zeros(0))
+            columns = logs.validation if label.startswith("held") else logs.columns
+            values = columns.get(name, np.zeros(0))
             finite = values[np.isfinite(values)]
-            row.append(text(float(reduce(finite))) if len(finite) else "")
+            cell = text(float(reduce(finite))) if len(finite) else ""
+            if cell and name == "rate":
+                images = "images " * ("task" in logs.settings)  # have no seq_len
+                unit = "tokens " if "seq_len" in logs.settings else images
+                cell += f" {unit}a second"
+            row.append(cell)
         rows.append(row)
+    rows.insert(4, ["best step, held out", *map(_best_step, runs.values())])
     rows.append(["notes", *("; ".join(logs.notes) for logs in runs.values())])
     return [row for row in rows if any(row[1:])]
+
+
+def _steps(logs: Logs) -> str:
+    last = int(logs.columns["step"][-1])
+    first = last - logs.num_steps + 1
+    return f"{first:,} to {last:,}" if first > 1 else f"{logs.num_steps:,}"
+
+
+def _best_step(logs: Logs) -> str:
+    """Names the step that a run with evaluations keeps."""
+    columns = logs.validation
+    pairs = zip(columns.get("loss", ()), columns.get("step", ()), strict=False)
+    loss, step = min((p for p in pairs if p[1] > 0 and p[0] == p[0]), default=(0, 0))
+    return f"{int(step):,}, with a loss of {loss:.4g}" if step else ""
 
 
 _PHASES = (
@@ -183,8 +208,8 @@ _PHASES = (
     "they overlap. Dots: the whole step."
 )
 _BYTES = (
-    "In a step: read from drives (lines) and written (dashes); gradients to the "
-    "drives' processors (dots), and results from them (both)."
+    "In a step: read from drives (lines) and written (dashes); gradients sent to be "
+    "applied beside them (dots), and updates received (both)."
 )
 _MOVED = {"drive_read_bytes": "solid", "drive_write_bytes": "dash"}
 _MOVED |= {"link_down_bytes": "dot", "link_up_bytes": "dashdot"}

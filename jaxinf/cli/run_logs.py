@@ -24,7 +24,7 @@ _DOCUMENT_BYTES = 1 << 20
 _MAX_CHARS = 500  # of a setting
 
 _FIELDS = ("step", "loss", "tokens", "step_s", "rss_bytes", "drive_read_bytes")
-_FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes")
+_FIELDS += ("drive_write_bytes", "link_down_bytes", "link_up_bytes", "accuracy")
 _GROUPS = ("phases", "memory")
 
 Columns: TypeAlias = dict[str, Array]
@@ -66,6 +66,7 @@ def read_logs(path: Path) -> Logs:
     settings = {
         name: (value if isinstance(value, str) else json.dumps(value))[:_MAX_CHARS]
         for name, value in settings.items()
+        if value not in (None, [])  # a default, or none
     }
     return Logs(columns, num_steps, validation, settings, notes)
 

@@ -33,6 +33,7 @@ class Count:
       device_bytes: The same of a JAX device with memory of its own; else 0.
       disk_bytes: Bytes on drives at most: the store with both slots, and values and
         gradients that wait there.
+      spilled_bytes: Of them, gradients that wait for the last one.
       drive_read_bytes, drive_write_bytes: Bytes that a step moves on drives, on
         average.
       plan: The calls; as a string, a table of them.
@@ -41,6 +42,7 @@ class Count:
     host_bytes: int
     device_bytes: int
     disk_bytes: int
+    spilled_bytes: int
     drive_read_bytes: int
     drive_write_bytes: int
     plan: Plan = field(repr=False)
@@ -52,13 +54,15 @@ def count(plan: Plan, backend: StepBackend) -> Count:
     deferred, disk_bytes = None, plan.drive_bytes
     if updates is not None:
         deferred, moved = updates.on_drives(plan), updates.traffic(plan)
-        disk_bytes += file_bytes(deferred or {}) + updates.disk_bytes()
+        disk_bytes += updates.disk_bytes()
+    spilled_bytes = file_bytes(deferred or {})
     host_bytes, device_bytes = _memory(plan, deferred)
     return Count(
         plan=plan.without_graph(),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        disk_bytes=disk_bytes,
+        disk_bytes=disk_bytes + spilled_bytes,
+        spilled_bytes=spilled_bytes,
         drive_read_bytes=moved.drive_read_bytes,
         drive_write_bytes=moved.drive_write_bytes,
     )

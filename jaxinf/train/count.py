@@ -46,6 +46,7 @@ class RunNeeds:
       host_bytes: Host memory, beside up to 600 MB of the process itself.
       device_bytes: Memory of a JAX device that has its own; else 0.
       disk_bytes: Bytes on drives, with both slots.
+      spilled_bytes: Of them, gradients that wait for the last one.
       drive_read_bytes, drive_write_bytes: Bytes that a step moves, on average.
     """
 
@@ -54,6 +55,7 @@ class RunNeeds:
     host_bytes: int = 0
     device_bytes: int = 0
     disk_bytes: int = 0
+    spilled_bytes: int = 0
     drive_read_bytes: int = 0
     drive_write_bytes: int = 0
 
@@ -91,7 +93,8 @@ def count_needs(
             if config.mode == "update":  # gradients and updates cross
                 needs["host_bytes"] += 2 * gradients
     size = num_params(config.model_config)
-    return RunNeeds(num_params=size, num_drives=_num_drives(config), **needs)
+    num_drives = max(1, len(roots_by_drive(config)))
+    return RunNeeds(num_params=size, num_drives=num_drives, **needs)
 
 
 def _program_bytes(config: TrainConfig, batch: Batch | None) -> tuple[int, int]:
@@ -179,8 +182,11 @@ def _open_planned_store(config: TrainConfig) -> Iterator[tuple[TrainConfig, Stor
             yield planned, store
 
 
-def _num_drives(config: TrainConfig) -> int:
-    """Returns the number of drives; directories that are on one count once."""
-    roots = [root.expanduser() for root in config.csd_root]
-    drives = {root.stat().st_dev for root in roots if root.is_dir()}
-    return max(1, len(drives) + sum(not root.is_dir() for root in roots))
+def roots_by_drive(config: TrainConfig) -> dict[int | Path, list[Path]]:
+    """Groups directories by file system; one that is not here is a drive of its own."""
+    drives = dict[int | Path, list[Path]]()
+    for root in config.csd_root:
+        path = root.expanduser()
+        drive = path.stat().st_dev if path.is_dir() else path
+        drives.setdefault(drive, []).append(root)
+    return drives

@@ -116,6 +116,9 @@ def members(store, run):
 
 def test_a_step_that_one_member_is_still_to_flip_to_is_not_given_up(members, run):
     place, both = members(num_steps=1)
+    said = run("inspect", place).out
+    assert f"jaxinf checkpoint export {place} DEST" in said
+    assert "; what other members hold reads as zeros there" in said
     for one in both:  # killed when all have met, and one has flipped and kept it
         for chunk in one.manifest.held_chunks():
             one.link_chunk("a", "b", chunk)

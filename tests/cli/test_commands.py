@@ -68,7 +68,7 @@ def test_sizes():
 
 STORE_KEYS = (
     "store store_id created_by pinned warnings step committed_at skipped_steps "
-    "num_params leaves state_bytes disk_bytes checkpoints drives writer"
+    "num_params leaves state_bytes disk_bytes checkpoints drives writer member"
 ).split()
 
 

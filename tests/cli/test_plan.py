@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxinf.cli import plan
+from jaxinf.terminal import format_bytes
 
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 16, "n_layer": 2}
 TINY |= {"n_head": 2, "n_embd": 32}
@@ -53,6 +54,7 @@ def test_drives_share_what_a_step_moves(place, run, run_json):
     moved = one["step"]["drive_read_bytes"] + one["step"]["drive_write_bytes"]
     assert one["drives_s"] == pytest.approx(moved / 1024)
     said = run(*words).out
+    assert re.search(r"lasts [\d,]+ such runs, at least [\d,]+ days\n", said)
     assert f"at least {moved / 1024:.3g} s a step" in said
     assert "gone/a: not here, its space is not known" in said
     written = one["written_bytes_per_drive"]
@@ -60,6 +62,21 @@ def test_drives_share_what_a_step_moves(place, run, run_json):
     two = run_json(*words, "--csd-root", "gone/b")
     assert two["drives_s"] == pytest.approx(one["drives_s"] / 2)
     assert two["written_bytes_per_drive"] == written // 2
+    for name in ("n0", "n1"):
+        (place / name).mkdir()
+    said = run("plan", *SMALL, "--csd-root", "n0", "--csd-root", "n1").out
+    assert "n0 and n1 are one drive, and counted as one\n" in said
+
+
+def test_gradients_that_wait_for_their_norm_are_named(place, run, run_json):
+    words = ("plan", "--data", "text.txt", "--mode", "stream", "--memory", "26MiB")
+    step = run_json(*words)["step"]
+    plain = run_json(*words, "--clip-norm", 0)["step"]
+    for name in ("disk_bytes", "drive_write_bytes"):
+        assert 0 < step["spilled_bytes"] <= step[name] - plain[name]
+    said = run(*words).out
+    size = format_bytes(step["spilled_bytes"])
+    assert f"and of the disk, {size} are gradients that wait for --clip-norm" in said
 
 
 @pytest.mark.parametrize("mode", [(), ("--mode", "stream", "--memory", "256MiB")])
@@ -101,5 +118,5 @@ def test_what_does_not_fit(place, run, run_json, monkeypatch):
     found = run("plan", *SMALL, "--store", "new")
     assert found.status == 1
     assert "does not fit: the disk needs" in found.out
-    assert "--state int8" in found.out
+    assert "give --state int8, --lora or --freeze, more drives" in found.out
     assert "--state int8" not in run("plan", *SMALL, "--state", "int8").out

@@ -25,8 +25,11 @@ def log_dir(tmp_path):
     folder = tmp_path / "run-log"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(map(line_of, range(1, 6))))
-    (folder / "validation.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
+    rows = ((0, 0.5, 0.1), (2, 1.25, 0.5), (5, 1.5, 0.25))
+    text = '{"step": %s, "loss": %s, "accuracy": %s}\n'
+    (folder / "validation.jsonl").write_text("".join(text % row for row in rows))
     config = {"steps": 5, "data": ["a.txt"], "versions": {"jaxinf": "0.1.0"}}
+    config |= {"seq_len": 8, "memory": None}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -71,14 +74,23 @@ def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
     assert all(place.startswith("#") for place in page.places)
     assert "default-src 'none'" in text.replace("&#x27;", "'")
     said = " ".join(" ".join(page.texts).split())
-    assert all(row in said for row in ("last loss 1", "throughput 640 a second"))
+    for row in (
+        *("steps 5", "last loss 1", "throughput, median 640 tokens a second"),
+        *("held-out accuracy 25.0%", "best step, held out 2, with a loss of 1.25"),
+    ):
+        assert f" {row} " in said
+    assert "null" not in said
     assert text.count('class="plotly-graph-div"') == 5
     assert len(page.scripts) == page.tags.count("script") == 2
     assert "displayModeBar: false" in page.scripts[1]
     figures = json.loads(page.scripts[1].split(" = ", 1)[1].split(";\n")[0])
     [loss, held_out], _ = figures[0]
     assert (loss["x"], loss["y"][1:4:2]) == ([1, 2, 3, 4, 5], [2.5, 1.25])
-    assert (held_out["x"], held_out["y"], held_out["mode"]) == ([5], [1.5], "markers")
+    assert (held_out["x"], held_out["y"][2], held_out["mode"]) == (
+        [0, 2, 5],
+        1.5,
+        "markers",
+    )
     assert figures[-1][1] == "MiB"
     for script in page.scripts:  # the browser runs those of these digests alone
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -98,6 +110,12 @@ def test_what_a_log_says_is_never_a_script(log_dir):
     assert "img" not in page.tags
     assert EVIL not in text
     assert EVIL in page.texts  # shown as it is
+
+
+def test_steps_of_a_run_that_went_on(log_dir):
+    (log_dir / "metrics.jsonl").write_text("".join(map(line_of, range(21, 41))))
+    reported(log_dir)
+    assert "21 to 40" in page_of(log_dir / "report.html")[1].texts
 
 
 def page_count(folder):
