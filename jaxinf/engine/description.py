@@ -242,7 +242,9 @@ def check_description(
             f"{directory.path}: the store holds the state of another optimizer or "
             f"model than it is opened with:\n  {difference}\nOpen it with the "
             "optimizer and the model that it was made with, or use another store"
-            f"{remedy}"
+            f"{remedy}. To keep params, and moments that fit, read them with the old "
+            "optimizer (store.params, store.state), and load them into a new store "
+            "after tx.init (store.load; docs/checkpoints.md, Another optimizer)"
         )
     if lines:
         _LOG.warning(

@@ -87,8 +87,9 @@ def open_store(
         a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`, `checkpoint`
         and methods that read the store's state also commit. A crash or an error costs
         the steps since the last commit.
-      restore: A checkpoint to continue from: it becomes the committed step again, and
-        is kept. Later steps are given up, unless a checkpoint keeps them.
+      restore: A checkpoint to continue from, which is kept. The first step from there
+        gives up the later ones that no checkpoint keeps, at each start with this
+        argument. Opening gives up nothing.
       master: The form of the fp32 master params. With ``"auto"``, the default, fp32
         params on the JAX device are the master, and bfloat16 params are its upper half:
         a new store keeps 16-bit remainders beside them, so that no bit is lost. Where

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxinf.documents import first_few
 from jaxinf.engine.sharding import (
     assemble_shards,
     gather_whole,
@@ -176,14 +177,14 @@ def read_feedback(
 
 def check_like(files: StoreFiles, like: PyTree, what: str = "`like`") -> None:
     """Refuses a tree, called `what` in the error, if its leaves are not the store's."""
-    expected = [(leaf.name, leaf.shape) for leaf in files.leaves]
-    actual = [(leaf_name(info.path), info.shape) for info in leaf_infos(like)]
-    if actual != expected:
-        difference = [pair for pair in actual if pair not in expected][:3]
+    stored = [f"{leaf.name} {list(leaf.shape)}" for leaf in files.leaves]
+    given = [f"{leaf_name(x.path)} {list(x.shape)}" for x in leaf_infos(like)]
+    if given != stored:
+        expected = first_few([leaf for leaf in stored if leaf not in given])
+        found = first_few([leaf for leaf in given if leaf not in stored])
         raise StoreMismatchError(
-            f"{files.options.path}: {what} has other leaves than the store; not in "
-            f"the store: {difference or 'none'}, the store has {len(expected)} leaves, "
-            f"{what} {len(actual)}"
+            f"{files.options.path}: {what} has other leaves than the store: expected "
+            f"{expected}, found {found}; give a tree of all {len(stored)} leaves"
         )
 
 

@@ -1,7 +1,7 @@
 """The checkpoints of one store: steps that are kept by hard links.
 
       save      current slot ──links──► checkpoints/NAME
-      restore   checkpoints/NAME ──links──► spare slot ──flip──► current
+      restore   checkpoints/NAME ──links──► spare slot ──first step──► current
 
 Invariant: a listed checkpoint is complete and durable: it is made under another name,
 which is then renamed. The writer replaces every file that has a second link.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinf.errors import StoreError, StoreMismatchError
+from jaxinf.errors import StoreError, StoreFormatError, StoreMismatchError
 from jaxinf.store.carried_arrays import write_carry
 from jaxinf.store.claims import claim_csds, open_for_writing
 from jaxinf.store.commit_record import CommitRecord
@@ -132,11 +132,11 @@ def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
 
 
 def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """Makes a checkpoint the committed step; returns its record.
+    """Makes a checkpoint the step to go on from; returns its record.
 
     The caller is the store's writer, and holds the lock of the checkpoints as well. The
-    checkpoint is linked into the spare slot; the other slot keeps its step until the
-    next is written. A refusal changes nothing.
+    checkpoint is linked into the spare slot. `current` names the other slot until that
+    is to be rewritten, if its record can be read. A refusal changes nothing.
     """
     step, place = find_step(directory, name), f"checkpoints/{name}"
     record, contents = step.commit, step.read_carry()
@@ -149,7 +149,11 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     write_carry(directory.step_path(spare), record.carry, contents)
     directory.sync()
     directory.write_record(spare, record)
-    directory.flip(spare)
+    try:
+        directory.read_commit()
+        directory.restored = spare
+    except StoreFormatError:
+        directory.flip(spare)
     return record
 
 

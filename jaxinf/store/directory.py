@@ -59,9 +59,9 @@ def check_store_exists(path: Path, *, is_step: bool = False) -> None:
         )
     if not is_step and os.path.lexists(path / "commit.json"):
         raise StoreFormatError(
-            f"{path}: expected a store, found a checkpoint or an export of one; open "
-            "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
-            "or make a store of the export (jaxinf store copy EXPORT NEW)"
+            f"{path}: expected a store, found a checkpoint or an export of one; make a "
+            f'store of it (jaxinf store copy "{path}" NEW), or open the checkpoint\'s '
+            "store with restore=NAME, which gives up nothing before the next step"
         )
 
 
@@ -82,6 +82,8 @@ class StoreDirectory:
     Attributes:
       lock: The writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
+      restored: The slot of a restored step, which its first step commits: until then
+        the step before it is not given up.
       flip_lock: Path of the file that is locked by a flip and by a snapshot.
       csd_directories: The store's directory on each CSD; without CSDs the store.
     """
@@ -90,6 +92,7 @@ class StoreDirectory:
         self, path: Path, manifest: Manifest, lock: StoreLock | None = None
     ) -> None:
         self.path, self.manifest, self.lock = path, manifest, lock
+        self.restored: Slot | None = None
         self.flip_lock = path / "publish.lock"
         name = f"jaxinf-{manifest.store_id}"
         self.csd_directories = [Path(root) / name for root in manifest.csds] or [path]
@@ -157,7 +160,9 @@ class StoreDirectory:
     # --- slots -------------------------------------------------------------------
 
     def committed_slot(self) -> Slot | None:
-        """Returns the slot that `current` names; None before the first commit."""
+        """Returns the slot that `current` names, or the restored one, if any."""
+        if self.restored:
+            return self.restored
         current = self.path / "current"
         try:
             target = os.readlink(current)
@@ -203,6 +208,8 @@ class StoreDirectory:
         """Removes the record of a slot that is about to be rewritten."""
         self._check_lock()
         assert slot != self.committed_slot()
+        if self.restored:
+            self.flip(self.restored)
         record = self.step_path(slot) / "commit.json"
         with translated("removal", record):
             record.unlink(missing_ok=True)
@@ -227,6 +234,7 @@ class StoreDirectory:
             temporary.symlink_to(f"slots/{slot}")
             temporary.rename(current)
             fsync_directory(self.path)
+        self.restored = None
 
     def _check_lock(self) -> None:
         if self.lock is not None:

@@ -384,7 +384,8 @@ def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
     records = {record.name: record for record in manifest.leaves}
     if (record := records.get(leaf.strip("/"))) is None:
         raise ValueError(
-            f"no leaf {leaf!r} in the store; there are {first_few(records, most=8)}"
+            f"no leaf {leaf!r} in the store; there are {first_few(records, most=8)}. "
+            "A state comes before its leaf"
         )
     if state not in (states := [stored.name for stored in record.states]):
         listed = ", ".join(states)

@@ -303,6 +303,8 @@ def restore_members_checkpoint(
         for member in members if not discard_current else ():
             _check_kept(path, name, member)
         records = [restore_checkpoint(member, name) for member in members]
+        for member in members:
+            member.flip(member.require_committed_slot())
         return records[0]
 
 

@@ -160,6 +160,7 @@ def test_a_copy_of_a_checkpoint_has_a_run_s_files(store, tmp_path, run):
     assert run("checkpoint", "save", store).status == 0
     (store / "tokenizer").mkdir()
     (store / "tokenizer/vocab.txt").write_text("words")
+    assert "make a store of it" in run("inspect", store / "checkpoints/2").err
     assert run("store", "copy", store / "checkpoints/2", tmp_path / "new").status == 0
     assert (tmp_path / "new/tokenizer/vocab.txt").read_text() == "words"
     with jaxinf.open_store(tmp_path / "new") as opened:

@@ -32,5 +32,4 @@ def test_the_golden_store_opens_and_goes_on(golden_store, name):
         np.testing.assert_array_equal(half, np.arange(5) - 0.5 * (1 + 1.5 + 1.75))
     with jaxinf.open_store(held, restore="2") as store:
         assert store.step == 2
-        trace = stored(store, "trace", "b/half")
-        np.testing.assert_array_equal(trace, 1.5)
+        np.testing.assert_array_equal(store.read("trace", "b/half"), 1.5)
