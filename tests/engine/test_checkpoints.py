@@ -199,7 +199,6 @@ def test_leftovers_of_a_crash_go(drive, place):
     again = drive(driver.store.path).init()
     again.check(1, path_of(again, "kept"))
     assert is_clean(again, "kept")
-    again.close()
 
 
 def test_the_last_numbers_stay_and_every_name(drive):
@@ -216,8 +215,7 @@ def test_the_last_numbers_stay_and_every_name(drive):
     # After a restore, those of later steps are left as they are.
     again = drive(driver.store.path, keep_steps=(0, 2), restore="two").init()
     for _ in range(2):
-        again.step()
-        again.store.wait()
+        again.durable_step()
         again.store.checkpoint(overwrite=True)
     assert [c.name for c in again.store.checkpoints()] == ["two", "3", "4", "5"]
 
@@ -235,7 +233,6 @@ def test_a_checkpoint_of_another_tree_is_not_restored(drive):
         drive(driver.store.path, restore="one")
     again = drive(driver.store.path).init()
     again.check(1)
-    again.close()
 
 
 # Many subgroups a chunk: parts of one are written while others are still to be read.

@@ -6,6 +6,7 @@ by the real code. `JAXINF_FAULTS=long` visits many more of them.
 """
 
 import os
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -28,8 +29,7 @@ def plain(driver, mark):
     driver.init()
     mark(0)
     for step in range(1, 4):
-        driver.step()
-        driver.store.wait()
+        driver.durable_step()
         mark(step)
 
 
@@ -39,8 +39,7 @@ def pinned(driver, mark):
     mark(0)
     for step in range(1, 4):
         with driver.store.snapshot():
-            driver.step()
-            driver.store.wait()
+            driver.durable_step()
             mark(step)
 
 
@@ -64,10 +63,8 @@ def made_anew(driver, mark):
     bind_optimizer(driver.engine, driver.description, may_create=True)
     driver.engine.close()
     again = small_driver(driver.store.path)
-    try:
+    with closing(again.engine):
         plain(again, mark)
-    finally:
-        again.engine.close()
 
 
 def kept(driver, mark):
@@ -81,7 +78,7 @@ def kept(driver, mark):
         mark(step, "0")
     driver.engine.close()
     again = small_driver(driver.store.path, restore="0")
-    try:
+    with closing(again.engine):
         mark(2, "0")  # which the first step gives up
         again.init().engine.steps.begin_overwrite()
         mark(0, "0")
@@ -89,8 +86,6 @@ def kept(driver, mark):
         mark(1, "0")
         again.store.remove_checkpoint("0")
         mark(1)
-    finally:
-        again.engine.close()
 
 
 def replaced(driver, mark):
@@ -121,11 +116,9 @@ def carried(driver, mark):
     for step in (3, 4):
         again = small_driver(driver.store.path).init()
         again.carry = None if step == 4 else lambda step: {("n",): np.full(1, step)}
-        try:
+        with closing(again.engine):
             again.durable_step()
             mark(step, "2")
-        finally:
-            again.engine.close()
     again = small_driver(driver.store.path, restore="2")
     again.engine.steps.begin_overwrite()
     mark(2, "2")

@@ -21,8 +21,6 @@ PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 96 * 64).reshape(96, 64),
     "b": {"c": jnp.ones(3)},
 }
-
-
 CASES = {
     "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
     "masked": lambda: optax.masked(optax.adam(1e-2), {"w": True, "b": {"c": False}}),
