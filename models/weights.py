@@ -6,6 +6,8 @@ a time is in memory. This module alone imports jaxinf, which reads the files.
 
 import dataclasses
 import functools
+import hashlib
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from .registry import (
 )
 
 _MAX_LAYERS, _MAX_LABELS = 1000, 1 << 16
+_SAMPLE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,22 @@ class ModelFiles:
           ExchangeError: the file cannot be read, or is the config of no model here.
         """
         return cls(*_make_config(read_config_file(path.expanduser()), path))
+
+    def weights_sha256(self) -> str | None:
+        """Returns a digest of each tensor's name, shape, dtype and a sample.
+
+        Blocks. A copy of the weights has the same one; a config.json alone has none.
+        """
+        if self.checkpoint is None:
+            return None
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.checkpoint.tensors.items()):
+            digest.update(f"{name} {tensor.shape} {tensor.dtype};".encode())
+            middle = math.prod(tensor.shape) * tensor.dtype.itemsize // 2
+            with tensor.path.open("rb") as stream:
+                stream.seek(tensor.offset_bytes + middle)
+                digest.update(stream.read(min(middle, _SAMPLE_BYTES)))
+        return digest.hexdigest()
 
 
 def _make_config(

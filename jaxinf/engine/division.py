@@ -77,11 +77,11 @@ def _divide(
             shards_of=shards_of,
         )
         copy_step(source, path, layout)
+    dropped = "; checkpoints dropped, as not all had them: " if source.dropped else ""
     _LOG.warning(
-        "%s: divided among %d processes, it was among %d; checkpoints dropped, as not "
-        "all had them: %s",
+        "%s: divided among %d processes, it was among %d%s",
         path,
         num_processes,
         num_members,
-        ", ".join(source.dropped) or "none",
+        dropped + ", ".join(source.dropped),
     )

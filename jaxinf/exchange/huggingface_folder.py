@@ -46,6 +46,8 @@ class HuggingFaceFolder:
     @classmethod
     def read(cls, path: Path) -> "HuggingFaceFolder":
         """Reads config.json, the index and the headers, of this folder alone."""
+        if not path.is_dir():
+            raise ExchangeError(f"{path}: expected a folder, found none; mend the path")
         architecture = read_config_file(path_within(path, "config.json"))
         if not (tensors := read_safetensors(path)):
             raise ExchangeError(

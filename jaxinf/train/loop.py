@@ -130,11 +130,18 @@ class _TrainingRun:
         """Returns the number of steps that are done; refuses another run's store."""
         resume.check_processes_agree(self._identity, self._group)
         store = self._store
-        if store is None or not store.step:
+        if store is None or not store.exists:
             return 0
         payload, identity = store.payload, self._identity
-        step, changes = resume.check_resumable(self._config, identity, payload)
-        self._console.print(f"resuming at step {step}")
+        step, changes = 0, list[str]()
+        if store.step:
+            step, changes = resume.check_resumable(self._config, identity, payload)
+        resume.check_weights(self._config.store, identity, payload)
+        if not step:
+            return 0
+        whose = " with the store's params; of --from only the form and the tokenizer"
+        whose *= bool(self._config.source)
+        self._console.print(f"resuming at step {step}{whose}")
         for change in changes:
             self._console.print(f"  changed from here on: {change}")
         return step
@@ -173,7 +180,7 @@ class _TrainingRun:
         step = self._training.compile_step(self._devices.join_batch(self._batches[0]))
         console.print(f"ready after {time.monotonic() - began_s:.1f} s")
         if config.eval_every and self._best.step < 0:
-            self._print_evaluation()
+            self._evaluate(f"step {self.step}: ")
         batches = iterate_from(self._batches, first)
         progress = messages.Progress(console, config, first)
         with contextlib.closing(batches), stop_requests() as requests:
@@ -186,7 +193,7 @@ class _TrainingRun:
                     self._save_checkpoint()
                 every = config.eval_every
                 if every and self.step % every == 0 and not is_last:
-                    self._print_evaluation()
+                    self._evaluate(f"step {self.step}: ")
             self._metrics.flush()
         return stopped
 
@@ -257,17 +264,13 @@ class _TrainingRun:
         compile_function = self._training.compile_function
         return make_evaluator(self._config, self._data, compile_function)
 
-    def _print_evaluation(self) -> None:
-        text = messages.format_evaluation(self._config, self._evaluate())
-        self._console.print(f"step {self.step}: {text}")
-
-    def _evaluate(self) -> Evaluation:
-        """Evaluates the params; logs that once a step, and keeps the best step."""
+    def _evaluate(self, when: str = "") -> None:
         self._timer.reset()
         local = self._evaluator(self._training.evaluation_params())
         # Other processors may round otherwise, and all must keep the same best.
         evaluation = Evaluation(*self._group.first("the evaluation", lambda: local))
         loss = evaluation.loss
+        self._console.print(when + messages.format_evaluation(self._config, evaluation))
         if self.step > self._validation.last_step:
             # Less than the step if batches were skipped.
             committed = self._num_updates if self._store else 0
@@ -281,14 +284,12 @@ class _TrainingRun:
             self._store.checkpoint(BEST, state=state, overwrite=True)
             self._console.print(f"step {self.step}: checkpoint {BEST}")
             self._best = BestCheckpoint(self._num_updates, loss)
-        return evaluation
 
     def finish(self) -> int:
         """Evaluates, prints the results, and waits for exports; the exit status."""
         store, console = self._store, self._console
         if self.step:
-            text = messages.format_evaluation(self._config, self._evaluate())
-            console.print(text)
+            self._evaluate()
         messages.print_results(console, self._config, store, self._idle_bytes)
         if store is None:
             return 0

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import zlib
 from typing import Any
 
@@ -80,10 +81,10 @@ def add_adapters(lora: Lora, params: PyTree, seed: int = 0) -> PyTree:
 
     if not (names := adapted_by(lora)):
         matrices = adapted_by(dataclasses.replace(lora, patterns=("*",)))
+        forms = list_names({re.sub(r"^([a-z])\d+/", r"\1*/", n) for n in matrices})
         raise UsageError(
             f"--lora {lora.rank}:{','.join(lora.patterns)}: expected a pattern of the "
-            f"model's matrices, found none that it matches; there are "
-            f"{list_names(matrices)}"
+            f"model's matrices, found none that it matches; there are {forms}"
         )
     key = jax.random.key(seed)
     for name in names:

@@ -80,10 +80,7 @@ def print_config(console: Console, config: TrainConfig, data: TrainingData) -> N
 def print_results(
     console: Console, config: TrainConfig, store: Store | None, idle_bytes: int
 ) -> None:
-    """Prints the memory that the process took, and the paths of the run's results.
-
-    As --memory means it, without the process itself: the bytes that it took before.
-    """
+    """Prints paths, and the memory taken beside `idle_bytes`, as --memory means it."""
     peak = format_bytes(max(0, peak_rss_bytes() - idle_bytes))
     if config.mode == "stream" and config.memory is not None:
         peak += f" of --memory {format_bytes(config.memory)}"
@@ -150,7 +147,7 @@ class Progress:
             step_s = (now_s - self._started_s) / (num_done - 1)
             left_s = round(step_s * (self._last - line.step))
             left = f"  {timedelta(seconds=left_s)} left".replace("  0:", "  ")
-        rate = (line.tokens or 0) / (line.step_s or 1)
+        rate = jax.process_count() * (line.tokens or 0) / (line.step_s or 1)
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         self._console.print(
             f"step {line.step}/{self._last}{left}  loss {line.loss:.3f}  "

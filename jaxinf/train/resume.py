@@ -42,7 +42,8 @@ def initial_payload(config: TrainConfig) -> dict[str, JsonValue]:
         architecture |= {"model_type": found.model_type, "extra": dict(found.extra)}
     if config.lora is not None:
         architecture["lora_alpha"] = config.lora_alpha
-    return {"made_by": _MADE_BY, "step": 0, "architecture": architecture}
+    payload = {"made_by": _MADE_BY, "step": 0, "architecture": architecture}
+    return payload | {"weights": config.files and config.files.weights_sha256()}
 
 
 def run_identity(config: TrainConfig, data: TrainingData) -> dict[str, Any]:
@@ -69,16 +70,23 @@ def check_processes_agree(identity: Mapping[str, Any], group: Group) -> None:
     group.agree("the settings of the run", lambda: settings, remedy)
 
 
+def check_weights(place: Any, identity: dict[str, Any], payload: JsonValue) -> None:
+    """Refuses other weights than a run began with, if its (newer) commits name them."""
+    if not isinstance(payload, Mapping) or "weights" not in payload:
+        del identity["weights"]
+    elif identity["weights"] != payload["weights"]:
+        raise StoreMismatchError(
+            f"{place}: the run in this store began with other weights than this "
+            "command; give the --from that it began with, or a copy, or another --store"
+        )
+
+
 def check_resumable(
     config: TrainConfig, identity: Mapping[str, Any], payload: JsonValue
 ) -> tuple[int, list[str]]:
-    """Checks that a command may go on with the run of a commit.
+    """Checks that a command may go on with a commit's run, or raises all differences.
 
-    Returns:
-      The number of batches that the run has done, and the settings that change.
-
-    Raises:
-      StoreMismatchError: Settings or data differ; lists all differences.
+    Returns the number of batches that the run has done, and the settings that change.
     """
     commit: Mapping[str, Any] = payload if isinstance(payload, Mapping) else {}
     committed, settings = commit.get("settings"), identity["settings"]

@@ -16,9 +16,9 @@ from jaxinf.exchange import Architecture, write_config
 INDEX = "model.safetensors.index.json"
 
 
-def write_folder(folder, config, dtype=ml_dtypes.bfloat16, num_files=2):
+def write_folder(folder, config, dtype=ml_dtypes.bfloat16, num_files=2, seed=0):
     """A checkpoint as `save_pretrained` writes it; returns its tensors by name."""
-    _, params = split(make_model(config, rngs=nnx.Rngs(0)))
+    _, params = split(make_model(config, rngs=nnx.Rngs(seed)))
     family = family_of(config)
     found = Architecture(family.name, config_to_json(config), "")
     task = getattr(config, "head", family.tasks[0])

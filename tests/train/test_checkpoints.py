@@ -67,15 +67,12 @@ def test_the_best_loss_is_what_the_last_commit_says(said, expected):
 
 def test_processes_have_one_best():
     """Some had replaced theirs when they were killed."""
-    payload = {"best": {"step": 5, "loss": 2.0}}
+    given = {"exists": True, "step": 10, "payload": {"best": {"step": 5, "loss": 2.0}}}
 
     def best_in_processes(*steps):
         stores = [
             SimpleNamespace(
-                exists=True,
-                step=10,
-                payload=payload,
-                checkpoints=lambda n=n: [SimpleNamespace(name="best", step=n)],
+                **given, checkpoints=lambda n=n: [SimpleNamespace(name="best", step=n)]
             )
             for n in steps
         ]

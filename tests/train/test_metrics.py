@@ -28,8 +28,7 @@ def test_continues_after_the_committed_step(tmp_path, resumed_at, rest):
     write(tmp_path, resumed_at, 7)
     assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7]
     assert '"loss": null' not in path.read_text()
-    previous = tmp_path / "metrics.previous.jsonl"
-    assert previous.exists() == (resumed_at == 0)
+    assert (tmp_path / "metrics.previous.jsonl").exists() == (resumed_at == 0)
 
 
 def test_line_held_when_killed_is_written_on_resume(tmp_path):

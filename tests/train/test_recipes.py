@@ -13,8 +13,7 @@ from jaxinf.train.run_file import read_run_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "index.md"
 RECIPES = {path.stem: path for path in sorted(PAGE.parent.glob("*.toml"))}
-ONCE = ["--preset", "nano", "--steps", "2", "--batch-size", "2"]
-ONCE += ["--eval-every", "0"]
+ONCE = "--preset nano --steps 2 --batch-size 2 --eval-every 0".split()
 
 
 @pytest.fixture

@@ -144,8 +144,9 @@ def test_report(run, lines, tmp_path, capsys):
     assert run("--store", store, "--steps", 4, "--eval-every", 2) == 0
     out = capsys.readouterr().out
     assert f"jaxinf inspect {shlex.quote(str(store))}" in out
-    assert re.search(r"validation loss \d\.\d+, perplexity [\d,.]+, [\d.]+ % r", out)
-    assert out.index("compiling …\nready after") < out.index("step 1/4")
+    order = r"after.*step 1/4.*step 2: validation loss \d\.\d+, perplexity [\d,.]+, "
+    order += r"[\d.]+ % right\nstep 2: checkpoint best\n"
+    assert re.search(f"compiling …\nready {order}", out, re.S)
     evals = lines(tmp_path / "a store-log", "validation.jsonl")
     assert [line["step"] for line in evals] == [0, 2, 4]
     config = json.loads((tmp_path / "a store-log/config.json").read_text())

@@ -153,7 +153,6 @@ class _Reader:
     num_types: int
     learn_all: bool
     first: Example | None = None
-    num_read: int = 0
     unused: set[str] = dataclasses.field(default_factory=set)
     left_out: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -186,7 +185,6 @@ class _Reader:
                 f"{flag}: expected {_KIND_NAMES[_KINDS[self.task][0]]}, found "
                 f"{len(files)} file(s) without a record"
             )
-        self.num_read += len(examples)
         return examples
 
     def _problem(self, first: Example, example: Example, flag: str) -> str:
@@ -296,19 +294,18 @@ class _Reader:
     def describe(
         self, train: _Examples, validation: _Examples, num_labels: int | None
     ) -> str:
-        """Counts what was read, and the tokens of both parts."""
         classes = "" if num_labels is None else f" of {num_labels:,} classes"
         noun = "example" if self.kind == "dialogue" else "text"
-        noun += "s" * (self.num_read > 1)
         unit = "bytes" if self.tokenizer.name == "bytes" else "tokens"
-        num_train, num_validation = (
-            sum(part.tokens.size for part in chain(*half))
-            for half in (train, validation)
-        )
-        return (
-            f"{self.num_read:,} {noun}{classes}, {num_train:,} {unit} to train on, "
-            f"{num_validation:,} to validate"
-        )
+        counts = []
+        for half in (train, validation):
+            num, num_tokens = len(half), sum(x.tokens.size for x in chain(*half))
+            count = f"{num:,} {noun}{'s' * (num != 1)}{classes}, {num_tokens:,} {unit}"
+            if self.kind == "dialogue" and not self.learn_all:
+                num_learned = sum(np.count_nonzero(x.is_learned) for x in chain(*half))
+                count += f" ({num_learned:,} of them learned)"
+            counts.append(count)
+        return f"{counts[0]} to train on; {counts[1]} to validate"
 
     def remarks(self) -> Iterator[str]:
         yield from self.notes

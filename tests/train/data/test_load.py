@@ -61,7 +61,7 @@ def test_documents_begin_and_end_as_their_tokenizer_has_it(
 def test_validation_of_its_own(load, write):
     train, held = write("a.txt", "abcd" * 9), write("b.txt", "wxyz" * 5)
     data = load(train, seq_len=4, validation=(str(held),))
-    assert (len(data.train), data.description[:8]) == (9, "2 texts,")
+    assert (len(data.train), data.description[:16]) == (9, "1 text, 37 bytes")
     assert set(tokens_of(data.validation)) == {*b"wxyz"}
     other = str(write("p.jsonl", PAIRS))
     with pytest.raises(DataError, match=r"p.jsonl:1: expected records of one kind"):
