@@ -89,7 +89,7 @@ def open_store(
         the steps since the last commit.
       restore: A checkpoint to continue from, which is kept. The first step from there
         gives up the later ones that no checkpoint keeps, at each start with this
-        argument. Opening gives up nothing.
+        argument. Opening gives up nothing, unless it is in several processes.
       master: The form of the fp32 master params. With ``"auto"``, the default, fp32
         params on the JAX device are the master, and bfloat16 params are its upper half:
         a new store keeps 16-bit remainders beside them, so that no bit is lost. Where

@@ -184,6 +184,8 @@ def _open_existing(engine: Engine, common_step: StepId | None) -> StepRunner | N
         take_over(directory)
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
+            if not engine.group.is_alone:  # all go back before a step begins
+                directory.flip(directory.require_committed_slot())
     return open_steps(engine, directory, commit)
 
 

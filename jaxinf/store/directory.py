@@ -161,8 +161,8 @@ class StoreDirectory:
 
     def committed_slot(self) -> Slot | None:
         """Returns the slot that `current` names, or the restored one, if any."""
-        if self.restored:
-            return self.restored
+        if restored := self.restored:
+            return restored
         current = self.path / "current"
         try:
             target = os.readlink(current)
