@@ -86,11 +86,8 @@ def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
     figures = json.loads(page.scripts[1].split(" = ", 1)[1].split(";\n")[0])
     [loss, held_out], _ = figures[0]
     assert (loss["x"], loss["y"][1:4:2]) == ([1, 2, 3, 4, 5], [2.5, 1.25])
-    assert (held_out["x"], held_out["y"][2], held_out["mode"]) == (
-        [0, 2, 5],
-        1.5,
-        "markers",
-    )
+    assert [*zip(held_out["x"], held_out["y"], strict=True)][2] == (5, 1.5)
+    assert held_out["mode"] == "markers"
     assert figures[-1][1] == "MiB"
     for script in page.scripts:  # the browser runs those of these digests alone
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

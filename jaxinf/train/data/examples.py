@@ -88,18 +88,24 @@ def _check_text(where: str, name: str, value: Any) -> Text:
 
 def _check_messages(where: str, messages: Any) -> list[Message]:
     items = messages if isinstance(messages, list) else []
-    roles: list[Any] = [isinstance(x, dict) and x.get("role") for x in items]
-    if not roles or not all(isinstance(role, str) for role in roles):
-        names = {name for x in items if isinstance(x, dict) for name in x}
-        found = f"messages with {list_names(names)}" if names else shorten(messages)
+    wrong = [
+        (number, item)
+        for number, item in enumerate(items, 1)
+        if not (isinstance(item, dict) and isinstance(item.get("role"), str))
+        or not item.keys() & {"content", "tool_calls"}
+    ]
+    if wrong or not items:
+        number, item = wrong[0] if wrong else (0, messages)
+        has = list_names(item) if isinstance(item, dict) else shorten(item)
+        found = f"message {number} with {has}" if number else has
         raise DataError(
             f"{where}: expected a list of messages, each an object with a 'role' of "
             f"{_ROLES} and its 'content', found {found}"
         )
-    if "assistant" not in roles:
+    if "assistant" not in (roles := {item["role"] for item in items}):
         raise DataError(
             f"{where}: expected a message of the assistant, from which the model "
-            f"learns; found roles {list_names({*roles})}"
+            f"learns; found roles {list_names(roles)}"
         )
     return messages
 

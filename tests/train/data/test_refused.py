@@ -31,7 +31,8 @@ RECORDS = [
     ({"messages": []}, "expected a list of messages"),
     ({"messages": [{"role": "user", "content": "a"}]}, "a message of the assist"),
     ({"messages": ["a"]}, "messages, each an object with a 'role' of"),
-    ({"messages": [{"from": "human", "value": "a"}]}, "messages with 'from', 'value'"),
+    ({"messages": [{"from": "human", "value": "a"}]}, "message 1 with 'from', 'val"),
+    ({"messages": [{"role": "assistant"}]}, "message 1 with 'role'"),
 ]
 LINES = [
     (b"", "Expecting value.*; mend or remove the line"),
