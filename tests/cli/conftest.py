@@ -17,15 +17,9 @@ from jaxinf.cli import main
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained") / "store"
     normal = np.random.default_rng(0).standard_normal
-    params = {
-        "h": {
-            "0": {
-                "kernel": jnp.asarray(normal((300, 128)), jnp.float32),
-                "bias": jnp.asarray(normal(129), jnp.float16),
-            }
-        },
-        "scale": jnp.float32(1.5),
-    }
+    kernel = jnp.asarray(normal((300, 128)), jnp.float32)
+    bias = jnp.asarray(normal(129), jnp.float16)
+    params = {"h": {"0": {"kernel": kernel, "bias": bias}}, "scale": jnp.float32(1.5)}
     with small_stores.open_store(path, chunk_elements=8192) as store:
         sines = [lambda params: jax.tree.map(jnp.sin, params)] * 3
         *_, state = small_stores.train(store, optax.adamw(1e-3), params, sines)
@@ -41,8 +35,7 @@ def run(capsys):
             status = main([str(word) for word in words])
         except SystemExit as end:
             status = end.code
-        captured = capsys.readouterr()
-        return SimpleNamespace(status=status, out=captured.out, err=captured.err)
+        return SimpleNamespace(status=status, **capsys.readouterr()._asdict())
 
     return call
 

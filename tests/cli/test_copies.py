@@ -63,9 +63,7 @@ def run_named(run, tmp_path):
     return call
 
 
-def test_a_command_on_a_copy_leaves_the_original_alone(
-    original, tmp_path, run, run_named
-):
+def test_a_command_on_a_copy_spares_the_original(original, tmp_path, run, run_named):
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-al", original.path, copy], check=True)
     before = bytes_below(original.path, *original.csds)

@@ -62,8 +62,8 @@ def test_drives_share_what_a_step_moves(place, run, run_json):
     two = run_json(*words, "--csd-root", "gone/b")
     assert two["drives_s"] == pytest.approx(one["drives_s"] / 2)
     assert two["written_bytes_per_drive"] == written // 2
-    for name in ("n0", "n1"):
-        (place / name).mkdir()
+    (place / "n0").mkdir()
+    (place / "n1").mkdir()
     said = run("plan", *SMALL, "--csd-root", "n0", "--csd-root", "n1").out
     assert "n0 and n1 are one drive, and counted as one\n" in said
 

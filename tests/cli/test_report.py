@@ -58,19 +58,15 @@ class Page(HTMLParser):
         (self.scripts if self._inside == "script" else self.texts).append(data)
 
 
-def reported(*words):
-    assert main(["report", *map(str, words)]) == 0
-
-
-def page_of(path):
-    text = path.read_text()
+def page_of(folder):
+    assert main(["report", str(folder)]) == 0
+    text = (folder / "report.html").read_text()
     return text, Page(text)
 
 
 def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
-    reported(log_dir)
+    text, page = page_of(log_dir)
     assert capsys.readouterr().out == f"{log_dir / 'report.html'}\n"
-    text, page = page_of(log_dir / "report.html")
     assert all(place.startswith("#") for place in page.places)
     assert "default-src 'none'" in text.replace("&#x27;", "'")
     said = " ".join(" ".join(page.texts).split())
@@ -86,8 +82,7 @@ def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
     figures = json.loads(page.scripts[1].split(" = ", 1)[1].split(";\n")[0])
     [loss, held_out], _ = figures[0]
     assert (loss["x"], loss["y"][1:4:2]) == ([1, 2, 3, 4, 5], [2.5, 1.25])
-    assert [*zip(held_out["x"], held_out["y"], strict=True)][2] == (5, 1.5)
-    assert held_out["mode"] == "markers"
+    assert (held_out["x"][2], held_out["y"][2], held_out["mode"]) == (5, 1.5, "markers")
     assert figures[-1][1] == "MiB"
     for script in page.scripts:  # the browser runs those of these digests alone
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -95,15 +90,15 @@ def test_a_page_says_it_all_and_loads_nothing(log_dir, capsys):
 
 
 def test_what_a_log_says_is_never_a_script(log_dir):
-    scripts = page_count(log_dir)
+    scripts = page_of(log_dir)[1].tags.count("script")
     evil = {"step": 6, "phases": {EVIL: 1.0}, "memory": {EVIL: 0.5}}
     with (log_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(evil) + "\n")
     config = {"data": EVIL, EVIL: 1, "versions": {EVIL: EVIL}}
     (log_dir / "config.json").write_text(json.dumps(config))
     folder = log_dir.rename(log_dir.with_name("run <script>alert(3)"))
-    assert page_count(folder) == scripts
-    text, page = page_of(folder / "report.html")
+    text, page = page_of(folder)
+    assert page.tags.count("script") == scripts
     assert "img" not in page.tags
     assert EVIL not in text
     assert EVIL in page.texts  # shown as it is
@@ -111,13 +106,7 @@ def test_what_a_log_says_is_never_a_script(log_dir):
 
 def test_steps_of_a_run_that_went_on(log_dir):
     (log_dir / "metrics.jsonl").write_text("".join(map(line_of, range(21, 41))))
-    reported(log_dir)
-    assert "21 to 40" in page_of(log_dir / "report.html")[1].texts
-
-
-def page_count(folder):
-    reported(folder)
-    return page_of(folder / "report.html")[1].tags.count("script")
+    assert "21 to 40" in page_of(log_dir)[1].texts
 
 
 def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
@@ -129,15 +118,12 @@ def test_damaged_logs_are_shown_as_far_as_they_go(log_dir):
         file.write(line_of(7).encode()[:40])
     (log_dir / "metrics.last.json").write_text("{}")
     many = {f"{n}": 1 for n in range(50_000)}  # columns, of which few are kept
-    with (log_dir / "metrics.jsonl").open("r+b") as file:
-        before = file.read()
-        file.seek(0)
-        file.write(line_of(1, phases=many).encode() + before)
+    metrics = log_dir / "metrics.jsonl"
+    metrics.write_bytes(line_of(1, phases=many).encode() + metrics.read_bytes())
     assert len(run_logs.read_logs(log_dir).columns) < 70
     config = {"steps": 5, "versions": {"jaxinf": "99.0.0"}}
     (log_dir / "config.json").write_text(json.dumps(config))
-    reported(log_dir)
-    said = " ".join(page_of(log_dir / "report.html")[1].texts)
+    said = " ".join(page_of(log_dir)[1].texts)
     assert re.search(r"\d lines are no steps", said)
     assert "the last line is cut off" in said
     assert "the run had not ended" in said
