@@ -9,6 +9,7 @@ what Python, JAX and its compiler take, which is that after steps of a small sto
 """
 
 import argparse
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
             }
         )
         rig.close()
+        del rig, engine  # which refer to each other, and have the caller's arrays
+        gc.collect()
     return rows
 
 
