@@ -71,7 +71,8 @@ def trace_params(
     keys, executables = Keys(), dict[str, Any]()
 
     def make(memory_bytes: int) -> Iterator[Array]:
-        seeds = _compute_seeds(graph, argument)
+        # Keys of an explicit mesh have its type, so their programs stay whole.
+        seeds = {} if has_explicit_axes else _compute_seeds(graph, argument)
 
         def is_inside(node: Node) -> bool:
             return seeds.keys().isdisjoint(node.outputs)
