@@ -26,7 +26,7 @@ from jaxinf.streaming.program.trace import abstract, check_effects, closed_over
 from jaxinf.terminal import format_bytes
 from jaxinf.typing import Array, PyTree
 
-_MAX_SEED_BYTES = 1 << 16
+_MAX_SEED_BYTES = 1 << 16  # more are computed in the program of their leaf
 
 BUFFERS_SHARE = 4
 """A store's buffers take one of so many parts of the memory while a leaf is written."""
